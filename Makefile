@@ -1,0 +1,36 @@
+# make help says what there is. Everything runs in .venv, which is made on the first call.
+VENV    ?= .venv
+PYTHON  ?= python3
+DATASET ?= digits
+PY      := $(VENV)/bin/python
+STAMP   := $(VENV)/.installed
+
+.PHONY: help install reproduce test notebooks lab clean-venv
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## make .venv with the project and everything it needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make install PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	@echo "installing into $(VENV): torch is large, this takes some minutes on the first call"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+reproduce: $(STAMP)  ## train the twins and make every table and figure of DATASET (default digits)
+	@$(VENV)/bin/cl-nscl reproduce $(DATASET)
+
+test: $(STAMP)  ## every notebook and test, then export and clean without a diff
+	@$(PY) -m pytest
+
+notebooks: $(STAMP)  ## export, re-execute the library notebooks in place with their outputs, clean
+	@$(PY) tests/execute.py
+	@$(VENV)/bin/nbdev_export && $(VENV)/bin/nbdev_clean
+
+lab: $(STAMP)  ## open the notebooks
+	@$(VENV)/bin/jupyter lab nbs/index.ipynb
+
+clean-venv:  ## remove .venv
+	rm -rf $(VENV)
