@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['content_hash', 'write_atomic', 'stored_files', 'read_stored', 'write_stored', 'Run', 'stored_run', 'open_run',
            'save_checkpoint', 'load_checkpoint', 'save_snapshot', 'load_snapshot', 'history', 'provenance', 'locked',
-           'train_runs']
+           'resumable', 'train_runs']
 
 # %% ../nbs/20_store.ipynb #d2315bdc
 import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
@@ -200,7 +200,23 @@ def locked(
             (run/".owner").write_text(f"process {os.getpid()} on {platform.node()}")
         yield
 
-# %% ../nbs/20_store.ipynb #4d1694d3
+# %% ../nbs/20_store.ipynb #903f06ea
+def resumable(
+    runs: list[Run], # Twins that are not done
+) -> Iterator[tuple[int, list[tuple[Run, dict | None]]]]: # A step, and the runs that go on from it with their states
+    "Group runs by the last step that they have in common; at step 0 a run needs no state."
+    left = [(r, load_checkpoint(r)) for r in runs]
+    at = lambda state: state["step"] if state else 0
+    while left:
+        step, group, rest = min(at(s) for _, s in left), [], []
+        for run, state in left:
+            older = stored_files(run.path, "checkpoint").get(step)
+            if at(state) > step and older: state = read_stored(older) or state
+            (group if at(state) == step else rest).append((run, state))
+        yield step, group
+        left = rest
+
+# %% ../nbs/20_store.ipynb #4a712e64
 def train_runs(
     runs: list[Run], # Twins: runs that agree in everything but the objective
     device: str = "cpu",
@@ -209,22 +225,21 @@ def train_runs(
 ) -> None:
     "Train what is missing of `runs`, from the last checkpoints; each run ends with `done.json`."
     with locked(runs):
-        groups = {}
-        for run in {r.id: r for r in runs if not r.done}.values():
-            open_run(run)
-            state = load_checkpoint(run)
-            groups.setdefault(state["step"] if state else 0, []).append((run, state))
-        for group in groups.values(): _train_group(*zip(*group), device, report or (lambda *_: None), 60 * minutes)
+        missing = [*{r.id: r for r in runs if not r.done}.values()]
+        for run in missing: open_run(run)
+        for step, group in resumable(missing): _train_group(step, *zip(*group), device, report or (lambda *_: None), 60 * minutes)
 
-# %% ../nbs/20_store.ipynb #0d556cb6
-def _train_group(runs, states, device, report, seconds): # runs that are at one step
+# %% ../nbs/20_store.ipynb #916121df
+def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses = torch.zeros(len(runs), twins.clock.T)
-    if states[0]:
-        load_state(twins, [{k: v for k, v in s.items() if k != "losses"} for s in states])
-        losses[:, : twins.t] = torch.stack([s["losses"] for s in states])
+    for run in runs: # nothing newer than the checkpoint stays
+        for newer in [f for kind in ("checkpoint", "snapshot") for t, f in stored_files(run.path, kind).items() if t > first]: newer.unlink()
+    if first:
+        losses[:, :first] = torch.stack([s.pop("losses") for s in states])
+        load_state(twins, states)
     else: _store(runs, twins, losses)
-    first, saved = twins.t, start
+    saved = start
     try:
         for loss in train(twins):
             losses[:, twins.t - 1] = loss

@@ -1,0 +1,169 @@
+"""The premise of the paper as tests: twins share everything but the objective, and nothing else decides a run."""
+import dataclasses, os, signal, subprocess, sys, time
+
+import pandas as pd, pytest, torch
+
+from cl_nscl.core import Params, run_id
+from cl_nscl.data import loader
+from cl_nscl.store import history, load_snapshot, stored_run, train_runs
+from cl_nscl.twins import Diverged, Twins, dataset_of, features, train, twin_state, twin_step
+from cl_nscl.views import uniforms, views
+
+P = Params(dataset="digits", n_train=200, size=16, encoder="resnet8", proj_hidden=32, proj_dim=16, B=50, epochs=3, warmup=1, lr=0.1, flip=0, snapshots=3)
+DS = dataset_of(P)
+run = lambda o, **kw: dataclasses.replace(P, objective=o, **kw)
+same = lambda a, b: a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def trained(objectives, steps=None, **kw):
+    twins = Twins([run(o, **kw) for o in objectives], DS)
+    for _ in train(twins):
+        if twins.t == steps: break
+    return [m.state_dict() for m in twins.models]
+
+
+@pytest.mark.parametrize("objective", ["cl", "ntxent", "nscl", "scl", "ce"])
+def test_R13_null_twins_are_one_model_at_every_step(objective):
+    twins = Twins([run(objective)] * 2, DS)
+    for losses in train(twins):
+        assert losses[0] == losses[1]
+        assert same(*(m.state_dict() for m in twins.models))
+        assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in twins.models)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_R17_order_and_company_of_twins_do_not_matter(optimizer):
+    alone = trained(["cl"], optimizer=optimizer)[0]
+    assert same(alone, trained(["cl", "nscl"], optimizer=optimizer)[0])
+    assert same(alone, trained(["nscl", "cl"], optimizer=optimizer)[1])
+    assert same(alone, trained(["ce", "scl", "cl", "nscl"], optimizer=optimizer)[2])
+
+
+def test_R17_dropout_draws_the_same_for_every_twin():
+    def noisy(objectives):
+        twins = Twins([run(o) for o in objectives], DS)
+        for m in twins.models: m.projector.insert(0, torch.nn.Dropout(0.5))
+        for _ in train(twins): pass
+        return [m.state_dict() for m in twins.models]
+    a, b = noisy(["cl", "cl"])
+    assert same(a, b) and same(a, noisy(["nscl", "cl"])[1])
+
+
+def test_training_and_evaluation_leave_global_randomness_alone():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    twins = Twins([run("cl"), run("ce")], DS)
+    twin_step(twins)
+    list(features(twins.models[0], DS.test, twins.spec))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_evaluation_between_steps_changes_nothing():
+    plain = trained(["cl"])[0]
+    twins = Twins([run("cl")], DS)
+    for _ in train(twins): list(features(twins.models[0], DS.train, twins.spec))
+    assert same(plain, twins.models[0].state_dict())
+
+
+def test_R01_seeds_and_epochs_differ():
+    twins, other = Twins([run("cl")], DS), Twins([run("cl", seed=1)], DS)
+    from cl_nscl.twins import twin_batch
+    a, b, c = twin_batch(twins, 0)[0], twin_batch(twins, twins.clock.per_epoch)[0], twin_batch(other, 0)[0]
+    assert not torch.equal(a, b) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_R09_loader_workers_do_not_change_views(workers):
+    from cl_nscl.data import batches
+    from cl_nscl.twins import twin_batch
+    twins = Twins([run("cl")], DS)
+    u = uniforms(0, 0, len(DS.train), P.K)
+    for t, (i, x, y) in enumerate(loader(DS.train, batches(0, 0, len(DS.train), P.B), workers)):
+        v, labels = twin_batch(twins, t)
+        assert torch.equal(views(x, u[i], twins.spec), v) and torch.equal(y, labels)
+
+
+CHILD = """
+import sys, torch
+torch.set_num_threads(1)
+from tests.test_twins import P, run
+from cl_nscl.store import stored_run, train_runs
+train_runs([stored_run(run(o), sys.argv[1]) for o in ("cl", "nscl", "scl", "ce")], minutes=0)
+"""
+
+
+def child(folder, root):
+    env = os.environ | {"PYTHONPATH": f"{root}"}
+    return subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_R01_killed_and_resumed_in_new_processes_is_the_same_run(tmp_path, root):
+    "Killed without warning a few times, resumed by new processes: every twin's history and every snapshot is equal to the last bit."
+    runs = lambda d: [stored_run(run(o), d) for o in ("cl", "nscl", "scl", "ce")]
+    train_runs(runs(tmp_path/"through"))
+    for after in (2, 6):  # checkpoints seen before the kill
+        process, seen = child(tmp_path/"killed", root), set()
+        while process.poll() is None and len(seen) < after:
+            seen |= {p.name for p in (tmp_path/"killed").rglob("checkpoint-*")} if (tmp_path/"killed").exists() else set()
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL); process.wait()
+    process = child(tmp_path/"killed", root)
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    for a, b in zip(runs(tmp_path/"through"), runs(tmp_path/"killed")):
+        assert b.done and [f.name for f in a.snapshots.values()] == [f.name for f in b.snapshots.values()]
+        assert (a.path/"history.csv").read_bytes() == (b.path/"history.csv").read_bytes()
+
+
+def test_R19_the_last_update_is_stored_and_a_finished_run_trains_nothing(tmp_path):
+    runs, steps = [stored_run(run("cl"), tmp_path)], []
+    train_runs(runs, report=lambda gained, t, loss: steps.append(t))
+    assert max(runs[0].snapshots) == 12 == max(steps)
+    assert same(load_snapshot(runs[0], 12), trained(["cl"])[0])
+    train_runs(runs, report=lambda *_: steps.append("again"))
+    assert "again" not in steps
+
+
+def test_R20_history_holds_each_epoch_once_after_a_resume(tmp_path):
+    class Stop(Exception): pass
+    def stop(gained, t, loss):
+        if t == 6: raise Stop
+    runs = [stored_run(run("cl"), tmp_path)]
+    with pytest.raises(Stop): train_runs(runs, report=stop)
+    assert pd.read_csv(runs[0].path/"history.csv").epoch.tolist() == [1]
+    train_runs(runs)
+    assert pd.read_csv(runs[0].path/"history.csv").epoch.tolist() == [1, 2, 3]
+
+
+def test_diverged_run_leaves_a_usable_checkpoint(tmp_path, monkeypatch):
+    "A loss that is no number stops the run; mended, the same call continues from the last good checkpoint and ends where an undisturbed run ends."
+    import cl_nscl.twins as module
+    from cl_nscl.losses import OBJECTIVES
+    healthy, calls = OBJECTIVES["nscl"], []
+    def sick(z, y, tau, pairs):
+        calls.append(1)
+        return healthy.fn(z, y, tau, pairs) * (float("nan") if len(calls) > 6 else 1)
+    monkeypatch.setitem(OBJECTIVES, "nscl", dataclasses.replace(healthy, fn=sick))
+    runs = [stored_run(run(o), tmp_path) for o in ("cl", "nscl")]
+    with pytest.raises(Diverged, match=r"loss of nscl became nan at step 6; last good checkpoints: .*checkpoint-00000004.*checkpoint-00000004"): train_runs(runs)
+    monkeypatch.setitem(OBJECTIVES, "nscl", healthy)
+    train_runs(runs)
+    assert same(load_snapshot(runs[1], 12), trained(["cl", "nscl"])[1])
+
+
+def test_L16_a_ragged_rest_is_left_out_and_a_batch_larger_than_the_set_is_refused():
+    twins = Twins([run("cl", B=60)], DS)
+    assert twins.clock.per_epoch == 3
+    with pytest.raises(ValueError, match="B = 201: larger than the training set of 200 samples"): Twins([run("cl", B=201)], DS)
+
+
+def test_names_of_runs_do_not_change_by_accident():
+    "Stored runs are found by this name: a change here orphans every run that people have."
+    assert run_id(Params()) == "9bb5d0cc6013"
+
+
+def test_P08_every_parameter_of_every_twin_gets_a_gradient():
+    twins = Twins([run(o) for o in ("cl", "ntxent", "nscl", "scl", "ce")], DS)
+    twin_step(twins)
+    for m in twins.models: assert all(p.grad is not None for p in m.parameters())
+
+
