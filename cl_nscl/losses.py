@@ -6,7 +6,7 @@
 __all__ = ['OBJECTIVES', 'cl_loss', 'nscl_loss', 'ntxent_loss', 'scl_loss', 'ce_loss', 'Objective', 'register', 'collapse_value',
            'CLLoss', 'NTXentLoss', 'NSCLLoss', 'SCLLoss']
 
-# %% ../nbs/11_losses.ipynb #513f45e7
+# %% ../nbs/11_losses.ipynb #65c7b30b
 import math
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +15,6 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from .core import UserError
 
@@ -47,7 +46,7 @@ def _refuse_rows(top):
         l, i = bad[0].tolist()
         raise ValueError(f"z[{l}, {i}] (view {l}, image {i}) is {'all zeros: it has no direction' if top[l, i] == 0 else 'not finite'}; {len(bad)} such row(s)")
 
-# %% ../nbs/11_losses.ipynb #751ea77c
+# %% ../nbs/11_losses.ipynb #b1d4519c
 def _labels(y, z):
     "The labels of the batch `z` `[K, B, ...]` as int64 `[B]`, or a `ValueError` that says what is wrong."
     B = z.shape[1]
@@ -55,7 +54,7 @@ def _labels(y, z):
     if tuple(y.shape) not in ((B,), (B, 1)): raise ValueError(f"y must hold one label per image, shape [{B}], not {list(y.shape)}")
     if y.device != z.device: raise ValueError(f"y is on {y.device}, z on {z.device}: they must be on one device")
     if y.is_floating_point() and not bool((y == y.round()).all() & y.isfinite().all()): raise ValueError("y must hold whole numbers")
-    return y.reshape(B).long()
+    return y.reshape(B).long().contiguous()
 
 # %% ../nbs/11_losses.ipynb #ce54c75c
 def _exp_rows(u, a, b, group, tau):
@@ -71,7 +70,7 @@ def _add_gradient(du, E, q, u, a, b):
     du[a:b] += (E @ u) * q
     du.addmm_(E.T, u[a:b] * q)
 
-# %% ../nbs/11_losses.ipynb #15840047
+# %% ../nbs/11_losses.ipynb #0c38fd93
 class _RowLogSumExp(torch.autograd.Function):
     "Log-sum-exp over everything outside the anchor's group. With weights `w` (their sum is 1), the result may only be used in its `w`-weighted mean."
     @staticmethod
@@ -87,8 +86,8 @@ class _RowLogSumExp(torch.autograd.Function):
         return lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        if torch.is_grad_enabled(): raise RuntimeError("create_graph: the chunked loss has no second derivatives; pass chunk=0")
         if ctx.fused: return ctx.saved_tensors[0] * g.sum(), None, None, None, None    # g = c w, and w sums to 1
         u, group = ctx.saved_tensors
         du = torch.zeros_like(u)
@@ -99,10 +98,11 @@ class _RowLogSumExp(torch.autograd.Function):
                 _add_gradient(du, E, g[a:b, None] / (S * ctx.tau), u, a, b)
         return du, None, None, None, None
 
-# %% ../nbs/11_losses.ipynb #c3cde579
+# %% ../nbs/11_losses.ipynb #614758d6
 def _contrast(u, pull, group, tau, reduction, chunk, valid=None):
     "Mean over the valid anchors, or each anchor's value, of log-sum-exp outside the group minus `pull` `[K B]`."
     if reduction not in ("mean", "none"): raise ValueError(f"reduction must be 'mean' or 'none', not {reduction!r}")
+    if chunk is not None and (type(chunk) is not int or chunk < 0): raise ValueError(f"chunk must be a whole number >= 0 or None, not {chunk!r}")
     N = len(u)
     if chunk is None: chunk = max(64, 2**(20 if u.device.type == "cpu" else 25) // N)
     if chunk:
