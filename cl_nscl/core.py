@@ -62,7 +62,7 @@ def par(
     "Declare a field of `Params`."
     return field(default=default, metadata=dict(doc=doc, lo=lo, hi=hi, above=above, choices=choices, named=named))
 
-# %% ../nbs/00_core.ipynb #ba3af87e
+# %% ../nbs/00_core.ipynb #c1806f20
 @dataclass(frozen=True, kw_only=True)
 class Params:
     "Everything that determines a run. Two runs with equal parameters are the same run."
@@ -87,12 +87,12 @@ class Params:
     proj_dim: int = par(128, "dimension of the projection z", lo=1)
     objective: str = par("cl", "what the run minimises")
     tau: float = par(0.5, "temperature", above=0)
-    pairs: str = par("cross", "view pairs of CL and NSCL: cross (l1 != l2) or all (the paper's K^2 average)", choices=("cross", "all"))
+    pairs: str = par("cross", "view pairs of CL and NSCL: cross (l1 differs from l2) or all (the K^2 average of the paper)", choices=("cross", "all"))
     optimizer: str = par("sgd", "optimizer")
     B: int = par(256, "images of a batch", lo=2)
     epochs: int = par(100, "passes over the training set", lo=1)
     steps: int = par(0, "optimizer steps; 0: epochs x floor(N / B)", lo=0)
-    lr: float = par(0.3, "peak learning rate at B = B_ref", above=0)
+    lr: float = par(0.3, "peak learning rate when B is B_ref", above=0)
     lr_rule: str = par("linear", "how the peak scales with B / B_ref", choices=("linear", "sqrt", "fourth", "constant"))
     B_ref: int = par(256, "batch size at which the peak learning rate is lr", lo=1)
     momentum: float = par(0.9, "momentum", lo=0, hi=1)
