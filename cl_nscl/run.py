@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['NotebookFailed', 'check_notebook', 'execute', 'reproduce', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #2f393939
-import argparse, json, shutil, sys, time
-from dataclasses import replace
+# %% ../nbs/50_run.ipynb #33f9e7c7
+import argparse, json, os, sys, time
 from pathlib import Path
 
 import nbformat, pandas as pd, papermill, yaml
+from traitlets.config import Config
 
 from . import __version__
 from .core import UserError
-from .plan import NEEDS, STUDY_FIELDS, Failed, Study, device_of, layered, plan, shipped, study, study_files, train_plan
+from .plan import NEEDS, STUDY_FIELDS, Failed, device_of, layered, plan, shipped, study, study_files, train_plan
 from .report import final_table, load_results, summary_html
 from .store import write_atomic
 from .twins import Diverged
@@ -34,7 +34,9 @@ def check_notebook(
     unknown = set(values) - set(papermill.inspect_notebook(str(path)))
     if unknown: raise UserError(f"{path.name}: has no parameter {', '.join(sorted(unknown))}")
 
-# %% ../nbs/50_run.ipynb #c83d85ea
+# %% ../nbs/50_run.ipynb #9967ae11
+_SOCKETS = Config({"KernelManager": {"transport": "ipc"}} if os.name == "posix" else {}) # N08: no TCP ports, so no race for them when kernels start together
+
 def execute(
     path: Path, # An experiment
     values: dict, # Parameters to inject
@@ -45,7 +47,7 @@ def execute(
     folder.mkdir(parents=True, exist_ok=True)
     done, failed, manifest = folder/path.name, folder/f"{path.stem}.failed.ipynb", folder/f"{path.stem}.json"
     for old in (done, manifest): old.unlink(missing_ok=True)
-    try: papermill.execute_notebook(str(path), str(failed), values, kernel_name="python3", progress_bar=sys.stderr.isatty(), log_output=False)
+    try: papermill.execute_notebook(str(path), str(failed), values, kernel_name="python3", progress_bar=sys.stderr.isatty(), log_output=False, config=_SOCKETS)
     except papermill.PapermillExecutionError as e:
         manifest.unlink(missing_ok=True)
         raise NotebookFailed(f"{path.name} failed in cell {e.exec_count}: {e.ename}: {e.evalue} (see {failed})") from None
