@@ -15,14 +15,15 @@ from torch import nn
 
 from .core import Params, pick
 
-# %% ../nbs/12_optim.ipynb #f214ecfd
+# %% ../nbs/12_optim.ipynb #ac7e0814
 def decay_groups(
     model: nn.Module,
     weight_decay: float, # Of the parameters with two or more dimensions
 ) -> list[dict]: # Parameter groups for any torch optimizer
     "Two groups of the trainable parameters: those that decay, and biases and norm parameters, which never do."
     ws = [w for w in model.parameters() if w.requires_grad]
-    groups = [dict(params=[w for w in ws if w.ndim > 1], weight_decay=weight_decay), dict(params=[w for w in ws if w.ndim <= 1], weight_decay=0.0)]
+    decayed, rest = [w for w in ws if w.ndim > 1], [w for w in ws if w.ndim <= 1]
+    groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
     return [g for g in groups if g["params"]]
 
 # %% ../nbs/12_optim.ipynb #da0deddf

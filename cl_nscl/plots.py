@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'SHAPES', 'SPARES', 'TITLES', 'title', 'styles', 'mark_bad', 'over_seeds', 'thin', 'panel',
-           'trend_chart', 'alignment_chart', 'weights_chart', 'bar_chart', 'heat_chart', 'save_chart']
+           'trend_chart', 'alignment_chart', 'weights_chart', 'bar_chart', 'heat_chart', 'renumbered', 'save_chart']
 
-# %% ../nbs/40_plots.ipynb #ce25ca10
-import math, warnings
+# %% ../nbs/40_plots.ipynb #ce0ecafa
+import io, math, re, warnings
 from pathlib import Path
 
 import altair as alt
@@ -15,15 +15,16 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-# %% ../nbs/40_plots.ipynb #33789dca
+# %% ../nbs/40_plots.ipynb #6679ddd0
 COLOURS = {"cl": "#000000", "nscl": "#0072B2", "scl": "#D55E00", "ce": "#009E73", "ntxent": "#CC79A7"}
 DASHES = {"cl": [1, 0], "nscl": [9, 2], "scl": [5, 3], "ce": [2, 2], "ntxent": [9, 2, 2, 2]}
 SHAPES = {"cl": "circle", "nscl": "square", "scl": "triangle-up", "ce": "diamond", "ntxent": "cross"}
-SPARES = [("#E69F00", [1, 0], "triangle-down"), ("#56B4E9", [6, 2], "triangle-right"), ("#882255", [3, 3], "triangle-left"), ("#777777", [8, 2, 1, 2], "stroke"),
-    ("#44AA99", [1, 2], "circle"), ("#AA4499", [4, 1, 1, 1], "square"), ("#999933", [7, 4], "diamond")]
+SPARES = [("#E69F00", [1, 0], "triangle-down"), ("#56B4E9", [6, 2], "triangle-right"), ("#882255", [3, 3], "triangle-left"),
+    ("#777777", [8, 2, 1, 2], "wedge"), ("#44AA99", [1, 2], "circle"), ("#AA4499", [4, 1, 1, 1], "square"), ("#999933", [7, 4], "diamond")]
 TITLES = {
     "cl": "CL", "nscl": "NSCL", "scl": "SCL", "ce": "CE", "ntxent": "NT-Xent",
-    "cka": "CKA", "cka_debiased": "CKA, debiased", "cka_linear": "CKA of raw features", "rsa": "RSA", "weight_gap": "relative weight gap", "drift": "drift, Frobenius norm",
+    "cka": "CKA", "cka_debiased": "CKA, debiased", "cka_linear": "CKA of raw features",
+    "rsa": "RSA", "weight_gap": "relative weight gap", "drift": "drift, Frobenius norm",
     "nccc": "NCCC accuracy", "linear": "linear-probe accuracy", "knn": "kNN accuracy", "cdnv": "CDNV", "dcdnv": "directional CDNV",
     "epoch": "epoch", "step": "optimizer step", "C": "classes C", "tau": "temperature τ", "B": "batch size B, images",
     "pair": "twins", "objective": "objective", "lr_rule": "learning rate over B"}
@@ -36,7 +37,7 @@ def title(
     if "-" in name: return " to ".join(title(n) for n in name.split("-"))
     return name.replace("_", " ")
 
-# %% ../nbs/40_plots.ipynb #7b548915
+# %% ../nbs/40_plots.ipynb #ff89273f
 def styles(
     names: list[str], # Objectives, pairs, or anything else that tells lines apart
 ) -> dict[str, tuple[str, list, str]]: # name -> (colour, dash, shape), all different
@@ -46,7 +47,8 @@ def styles(
         key = str(name).split("-")[-1]
         own = (COLOURS[key], DASHES[key], SHAPES[key]) if key in COLOURS else None
         try: out[name] = own if own and own not in out.values() else next(spare)
-        except StopIteration: raise ValueError(f"{len(names)} lines in one chart: at most {len(out)} can be told apart; filter the frame") from None
+        except StopIteration:
+            raise ValueError(f"{len(names)} lines in one chart: at most {len(out)} can be told apart; filter the frame") from None
     return out
 
 # %% ../nbs/40_plots.ipynb #5d27d94c
@@ -100,11 +102,11 @@ def thin(
     first_bad = df[df.bad != ""].sort_values(x).drop_duplicates(series).index
     return df[df[x].isin({*xs[::k], xs[-1]}) | df.index.isin(first_bad)], k
 
-# %% ../nbs/40_plots.ipynb #0a991a01
+# %% ../nbs/40_plots.ipynb #258b0c7a
 def _encodings(names, series, marked):
     "Colour, dash and shape with one shared legend: of points where they are drawn, else of lines."
     st, labels = styles(names), [title(str(n)) for n in names]
-    look = dict(symbolSize=70, symbolDash=[1, 0]) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
+    look = dict(symbolSize=70, symbolStrokeWidth=0) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
     legend = alt.Legend(title=title(series), orient="bottom", symbolOpacity=1, **look)
     scale = lambda i: alt.Scale(domain=labels, range=[st[n][i] for n in names])
     return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=None if marked else legend),
@@ -123,7 +125,7 @@ def _bad_layers(df, x, names, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #96ca1c48
+# %% ../nbs/40_plots.ipynb #d30b314a
 def panel(
     df: pd.DataFrame, # One row a point, from `over_seeds`
     x: str, # The horizontal axis
@@ -156,7 +158,8 @@ def panel(
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
     layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
     if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape))
-    return alt.layer(*layers, *_bad_layers(df, x, names, series, height)).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
+    layers += _bad_layers(df, x, names, series, height)
+    return alt.layer(*layers).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
 
 # %% ../nbs/40_plots.ipynb #6c4c21ff
 def _listed(df, keys):
@@ -183,7 +186,7 @@ def _domain(df, metric, log):
     if log: return 10 ** math.floor(math.log10(v.min())), 10 ** math.ceil(math.log10(v.max()) + 1e-9)
     return min(0, v.min()), 1.0 if metric.startswith(("cka", "rsa")) and v.max() <= 1.1 else max(v.max(), 1e-12) * 1.05
 
-# %% ../nbs/40_plots.ipynb #34f99e9a
+# %% ../nbs/40_plots.ipynb #582f781c
 def trend_chart(
     df: pd.DataFrame, # Tidy
     x: str, # The horizontal axis: a numeric column, such as `C`, `tau` or `B`
@@ -212,7 +215,8 @@ def trend_chart(
                 log_x=log_x, log_y=log_y, band=band))
         rows.append(alt.hconcat(*panels, spacing=16))
     ends = df.sort_values(x).drop_duplicates([series, "metric", "split"], keep="last")
-    words = "; ".join(" ".join(filter(None, [title(str(r[series])), r["split"], title(r["metric"]), f"{r['value']:.3g}"])) for r in ends.head(12).to_dict("records"))
+    said = [[title(str(r[series])), r["split"], title(r["metric"]), f"{r['value']:.3g}"] for r in ends.head(12).to_dict("records")]
+    words = "; ".join(" ".join(filter(None, s)) for s in said)
     about = f"{text}. Lines against {title(x)}; at {ends[x].max():g}: {words}."
     return alt.vconcat(*rows, spacing=12, title=_head(text, df, keys, sorted(notes)), description=about)
 
@@ -266,7 +270,7 @@ def bar_chart(
     notes = ["black line: the paper's value"] if paper is not None else []
     return alt.hconcat(*panels, title=_head(text, df, keys, notes), description=f"{text}. Bars: {words}.")
 
-# %% ../nbs/40_plots.ipynb #40b86b08
+# %% ../nbs/40_plots.ipynb #43441677
 def _blocks(v, most):
     "Each value's block, named by its first and last value; single values keep their own name."
     xs = sorted(v.unique()) if pd.api.types.is_numeric_dtype(v) else list(dict.fromkeys(v))
@@ -295,7 +299,8 @@ def heat_chart(
     base = alt.Chart(cells).encode(axis(alt.X, "col:N", xs, kx, x), axis(alt.Y, "row:N", ys, ky, y))
     good, bad = base.transform_filter("datum.bad == ''"), base.transform_filter("datum.bad != ''")
     ink = alt.condition(f"datum.value > {mid}", alt.value("white"), alt.value("black"))
-    layers = [good.mark_rect().encode(alt.Color("value:Q", title=title(metric), scale=alt.Scale(scheme="blues")), tooltip=["col:N", "row:N", "value:Q"])]
+    fill = alt.Color("value:Q", title=title(metric), scale=alt.Scale(scheme="blues"))
+    layers = [good.mark_rect().encode(fill, tooltip=["col:N", "row:N", "value:Q"])]
     if side >= 30: layers.append(good.mark_text(fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
     layers += [bad.mark_rect(color="#eeeeee", stroke="#D55E00"), bad.mark_text(fontSize=9, color="#D55E00").encode(text="bad:N")]
     notes = ["each cell is the mean of its block"] if max(kx, ky) > 1 else []
@@ -303,7 +308,15 @@ def heat_chart(
     head = _head(text, df.assign(low=np.nan), [x, y], notes)
     return alt.layer(*layers).properties(width=side * len(xs), height=side * len(ys), title=head, description=about)
 
-# %% ../nbs/40_plots.ipynb #ca003360
+# %% ../nbs/40_plots.ipynb #59b3d6cf
+def renumbered(
+    svg: str,
+) -> str: # The same picture
+    "Number the ids of an SVG in the order in which they come."
+    names = {old: f"id{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg)))}
+    return re.sub(r'(\bid="|url\(#|href="#)([^")]+)', lambda m: m[1] + names.get(m[2], m[2]), svg)
+
+# %% ../nbs/40_plots.ipynb #a9db5858
 def save_chart(
     chart: alt.TopLevelMixin,
     path_stem: str | Path, # Folder and name without an ending; the folder is made
@@ -316,7 +329,9 @@ def save_chart(
     try: import vl_convert
     except ImportError:
         chart.save(str(file("html")))
-        warnings.warn(f"{stem}: no SVG and PNG, since vl-convert is missing (pip install vl-convert-python); JSON and HTML are written", stacklevel=2)
+        warnings.warn(f"{stem}: no SVG and PNG without vl-convert (pip install vl-convert-python); JSON and HTML are written", stacklevel=2)
         return [file("json"), file("html")]
-    chart.save(str(file("svg"))); chart.save(str(file("png")), ppi=144)
+    chart.save(svg := io.StringIO(), format="svg")
+    file("svg").write_text(renumbered(svg.getvalue()), encoding="utf-8")
+    chart.save(str(file("png")), ppi=144)
     return [file("json"), file("svg"), file("png")]
