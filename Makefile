@@ -25,8 +25,8 @@ reproduce: $(STAMP)  ## train the twins and make every table and figure of DATAS
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
 	@$(PY) -m pytest
 
-notebooks: $(STAMP)  ## export, re-execute the library notebooks in place with their outputs, clean
-	@$(PY) tests/execute.py
+notebooks: $(STAMP)  ## export, re-execute the library notebooks with their outputs, write README.md
+	@$(PY) tools/notebooks.py
 	@$(VENV)/bin/nbdev_export && $(VENV)/bin/nbdev_clean
 
 lab: $(STAMP)  ## open the notebooks

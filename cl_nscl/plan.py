@@ -24,7 +24,7 @@ from .optim import OPTIMIZERS
 from .store import Run, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #4a277134
+# %% ../nbs/45_plan.ipynb #8d31ad8b
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -34,6 +34,7 @@ class Study(Params):
     out: str = par("results", "folder of the results; a folder for each data set is made in it", named=False)
     runs: str = par("runs", "folder of the runs", named=False)
     jobs: int = par(0, "training processes; 0: one for each core (one on a GPU)", lo=0, named=False)
+    threads: int = par(1, "threads of each training process; another number changes the last bits of a result", lo=1, named=False)
     device: str = par("auto", "where to train: auto, cpu, cuda or cuda:<n>", named=False)
 
 STUDY_FIELDS = tuple(f for f in dataclasses.fields(Study) if f.name != "objective")
@@ -220,22 +221,23 @@ def _outcome(runs, process, log): # -> "" or one line that says which runs faile
 class Failed(RuntimeError):
     "Some runs of a plan failed; the others are done. Names each and why."
 
-# %% ../nbs/45_plan.ipynb #24ff3db0
+# %% ../nbs/45_plan.ipynb #9bf07c26
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
     device: str = "cpu",
+    threads: int = 1, # Of each process
 ) -> int: # How many runs were trained
     "Train what is missing of `runs`, several groups at a time; `Failed` at the end if some could not be."
     missing = [r for r in runs if not r.done]
     if not missing: return 0
     sizes = {key: len(dataset_of(p).train) for key, p in {(r.p.dataset, r.p.classes, r.p.n_train): r.p for r in missing}.items()} # data are there before anything starts
     steps = sum(clock(r.p, sizes[r.p.dataset, r.p.classes, r.p.n_train]).T for r in missing)
-    cores = len(os.sched_getaffinity(0))
-    todo = tasks(missing, jobs or (cores if device == "cpu" else 1))
-    jobs = min(jobs or (cores if device == "cpu" else 1), len(todo))
+    jobs = jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
+    todo = tasks(missing, jobs)
+    jobs = min(jobs, len(todo))
     print(f"training {len(missing)} runs, {steps} steps in all, in {jobs} process{'es' if jobs > 1 else ''}", flush=True)
-    failures = _run_tasks(todo, jobs, device, max(1, cores // jobs), Progress(steps, "training"))
+    failures = _run_tasks(todo, jobs, device, threads, Progress(steps, "training"))
     if failures: raise Failed(f"{len(failures)} of {len(todo)} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
     return len(missing)
 

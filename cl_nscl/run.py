@@ -34,7 +34,7 @@ def check_notebook(
     unknown = set(values) - set(papermill.inspect_notebook(str(path)))
     if unknown: raise UserError(f"{path.name}: has no parameter {', '.join(sorted(unknown))}")
 
-# %% ../nbs/50_run.ipynb #9967ae11
+# %% ../nbs/50_run.ipynb #cc7da66d
 _SOCKETS = Config({"KernelManager": {"transport": "ipc"}} if os.name == "posix" else {}) # N08: no TCP ports, so no race for them when kernels start together
 
 def execute(
@@ -53,11 +53,13 @@ def execute(
         raise NotebookFailed(f"{path.name} failed in cell {e.exec_count}: {e.ename}: {e.evalue} (see {failed})") from None
     nb = nbformat.read(failed, 4)
     nb.metadata["papermill"] = {"parameters": nb.metadata["papermill"]["parameters"]} # no path, no time: the same study gives the same file
-    for c in nb.cells: c.metadata.pop("papermill", None); c.metadata.pop("execution", None)
+    for c in nb.cells:
+        c.metadata.pop("papermill", None); c.metadata.pop("execution", None)
+        if "injected-parameters" in c.metadata.get("tags", []): c["id"] = "injected-parameters"
     nbformat.write(nb, failed)
     return failed.replace(done)
 
-# %% ../nbs/50_run.ipynb #180fa76e
+# %% ../nbs/50_run.ipynb #79753512
 def reproduce(
     values: dict, # Flat names and values of a study, as `layered` gives them
     experiments: list[str] | None = None, # `None`: all
@@ -66,7 +68,7 @@ def reproduce(
     s, start = study(values), time.time()
     runs = plan(s, experiments)
     folder = Path(s.out)/s.dataset
-    trained = train_plan(runs, s.jobs, device_of(s))
+    trained = train_plan(runs, s.jobs, device_of(s), s.threads)
     for name in experiments or NEEDS: execute(shipped("experiments")/f"{name}.ipynb", values, folder)
     write_atomic(folder/"runs.csv", _runs_table(runs).to_csv(index=False).encode())
     table = final_table(pd.read_csv(folder/"alignment.csv"))

@@ -251,11 +251,11 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
     end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), **provenance())
     for r in runs: write_atomic(r.path/"done.json", (json.dumps(end, indent=1) + "\n").encode())
 
-# %% ../nbs/20_store.ipynb #9d873320
+# %% ../nbs/20_store.ipynb #030b3674
 def _store(runs, twins, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
     for i, run in enumerate(runs):
         so_far, state = losses[i, : twins.t].clone(), twin_state(twins, i)
-        if twins.t: check_finite(so_far[-1], run.p, twins.t - 1)
+        if twins.t: check_finite("loss", so_far[-1], run.p, twins.t - 1)
         if twins.t in twins.clock.snapshots: save_snapshot(run, twins.t, state["model"])
         save_checkpoint(run, state, so_far)
         write_atomic(run.path/"history.csv", history(run.p, so_far, twins.clock.per_epoch, twins.clock.T).to_csv(index=False).encode())

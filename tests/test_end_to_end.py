@@ -76,6 +76,11 @@ def test_second_call_trains_nothing_and_changes_nothing(study):
     assert {n for n in before if before[n] != after.get(n)} == set() and set(after) == set(before)
 
 
+def test_executed_notebook_is_quiet(study):
+    nb = nbformat.read(study[0]/"results/digits/01_alignment.ipynb", 4)
+    assert not [o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.get("name") == "stderr"]
+
+
 def test_processes_do_not_change_a_bit(study, tmp_path):
     "Lockstep in one process or twins in two: the names of snapshots carry the hash of their content."
     done = reproduce(tmp_path, "--set", "jobs=1")

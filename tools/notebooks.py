@@ -1,0 +1,41 @@
+"""Re-execute the library notebooks in place, with their outputs; write README.md from nbs/index.ipynb.
+
+    python tools/notebooks.py            every library notebook, then the README
+    python tools/notebooks.py 11 21      only those whose names start so
+    python tools/notebooks.py readme     the README alone
+"""
+import os, re, sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbdev.clean import nbdev_clean
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def execute(path: Path):
+    "Run every cell in a fresh kernel, keep the outputs, clean."
+    print(path.name, flush=True)
+    nb = nbformat.read(path, 4)
+    NotebookClient(nb, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbformat.write(nb, path)
+    nbdev_clean(str(path))
+
+
+def readme() -> str:
+    "The markdown of the index notebook, with its links as seen from the top folder."
+    cells = nbformat.read(ROOT/"nbs/index.ipynb", 4).cells
+    text = "\n\n".join(c.source for c in cells if c.cell_type == "markdown")
+    link = lambda m: m[0] if re.match(r"(https?:|#)", m[2]) else f"{m[1]}{os.path.normpath('nbs/' + m[2])}{m[3]}"
+    return re.sub(r"(\]\()([^)\s]+)(\))", link, re.sub(r'((?:src|href)=")([^"]+)(")', link, text)) + "\n"
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.chdir(ROOT)
+    wanted = [a for a in sys.argv[1:] if a != "readme"]
+    if wanted or len(sys.argv) == 1:
+        for p in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
+            if not wanted or p.name.startswith(tuple(wanted)): execute(p)
+    (ROOT/"README.md").write_text(readme())
