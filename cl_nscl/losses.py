@@ -18,6 +18,18 @@ from torch import nn
 
 from .core import UserError
 
+# %% ../nbs/11_losses.ipynb #c7dfab30
+def _shown(t):
+    "How a message names what was handed over."
+    return f"{t.dtype} {list(t.shape)}" if torch.is_tensor(t) else type(t).__name__
+
+def _refuse_rows(top):
+    "`ValueError` for the first row whose largest entry is zero or not finite."
+    bad = ((top == 0) | ~top.isfinite()).nonzero()
+    if len(bad):
+        l, i = bad[0].tolist()
+        raise ValueError(f"z[{l}, {i}] (view {l}, image {i}) is {'all zeros: it has no direction' if top[l, i] == 0 else 'not finite'}; {len(bad)} such row(s)")
+
 # %% ../nbs/11_losses.ipynb #00eec5c4
 def _units(z, tau, K_min=2):
     "Unit rows `[K, B, d]` of the projections `z`, in float32 or float64, or a `ValueError` that says what is wrong."
@@ -33,18 +45,6 @@ def _units(z, tau, K_min=2):
     z = z / top.masked_fill(top == 0, 1)
     norm = z.norm(dim=-1, keepdim=True)
     return z / norm.masked_fill(norm == 0, 1)
-
-# %% ../nbs/11_losses.ipynb #c7dfab30
-def _shown(t):
-    "How a message names what was handed over."
-    return f"{t.dtype} {list(t.shape)}" if torch.is_tensor(t) else type(t).__name__
-
-def _refuse_rows(top):
-    "`ValueError` for the first row whose largest entry is zero or not finite."
-    bad = ((top == 0) | ~top.isfinite()).nonzero()
-    if len(bad):
-        l, i = bad[0].tolist()
-        raise ValueError(f"z[{l}, {i}] (view {l}, image {i}) is {'all zeros: it has no direction' if top[l, i] == 0 else 'not finite'}; {len(bad)} such row(s)")
 
 # %% ../nbs/11_losses.ipynb #b1d4519c
 def _labels(y, z):
@@ -98,15 +98,15 @@ class _RowLogSumExp(torch.autograd.Function):
                 _add_gradient(du, E, g[a:b, None] / (S * ctx.tau), u, a, b)
         return du, None, None, None, None
 
-# %% ../nbs/11_losses.ipynb #614758d6
+# %% ../nbs/11_losses.ipynb #62fdeeb8
 def _contrast(u, pull, group, tau, reduction, chunk, valid=None):
     "Mean over the valid anchors, or each anchor's value, of log-sum-exp outside the group minus `pull` `[K B]`."
     if reduction not in ("mean", "none"): raise ValueError(f"reduction must be 'mean' or 'none', not {reduction!r}")
     if chunk is not None and (type(chunk) is not int or chunk < 0): raise ValueError(f"chunk must be a whole number >= 0 or None, not {chunk!r}")
-    N = len(u)
-    if chunk is None: chunk = max(64, 2**(20 if u.device.type == "cpu" else 25) // N)
+    rows = len(u)
+    if chunk is None: chunk = max(64, 2**(20 if u.device.type == "cpu" else 25) // rows)
     if chunk:
-        w = None if reduction == "none" else u.new_full((N,), 1/N) if valid is None else valid.to(u.dtype) / valid.sum()
+        w = None if reduction == "none" else u.new_full((rows,), 1/rows) if valid is None else valid.to(u.dtype) / valid.sum()
         lse = _RowLogSumExp.apply(u, group, tau, chunk, w)
     else:
         with torch.autocast(u.device.type, enabled=False):
@@ -257,22 +257,25 @@ class _Criterion(nn.Module):
 
     def extra_repr(self): return ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
 
-# %% ../nbs/11_losses.ipynb #8f8a5227
+# %% ../nbs/11_losses.ipynb #042dd508
 class CLLoss(_Criterion):
     "`cl_loss` of two views."
     loss = staticmethod(cl_loss)
     def __init__(self, tau: float = 0.5, pairs: str = "cross"): super().__init__(tau=tau, pairs=pairs)
 
+# %% ../nbs/11_losses.ipynb #0b9344a0
 class NTXentLoss(_Criterion):
     "`ntxent_loss` of two views."
     loss = staticmethod(ntxent_loss)
     def __init__(self, tau: float = 0.5): super().__init__(tau=tau)
 
+# %% ../nbs/11_losses.ipynb #b8d0f771
 class NSCLLoss(_Criterion):
     "`nscl_loss` of two views and labels."
     loss = staticmethod(nscl_loss)
     def __init__(self, tau: float = 0.5, pairs: str = "cross"): super().__init__(tau=tau, pairs=pairs)
 
+# %% ../nbs/11_losses.ipynb #88289481
 class SCLLoss(_Criterion):
     "`scl_loss` of two views and labels."
     loss = staticmethod(scl_loss)
