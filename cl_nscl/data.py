@@ -286,7 +286,7 @@ def batches(
     if not 1 <= B <= N: raise UserError(f"B = {B}: a batch must have between 1 and N = {N} samples (the training split)")
     return epoch_order(seed, epoch, N)[:N // B * B].view(-1, B)
 
-# %% ../nbs/01_data.ipynb #15864cd4
+# %% ../nbs/01_data.ipynb #0d0cfa6a
 def stratified_batches(
     seed: int, # The run's seed
     epoch: int, # 0, 1, ...
@@ -294,9 +294,8 @@ def stratified_batches(
     B: int, # Images of a batch
 ) -> Tensor: # Positions in the training split, int64 [N // B, B]
     "Batches that all have the class shares of the training split."
-    order = batches(seed, epoch, len(y), len(y))[0]                              # checks len(y), shuffles within classes
-    g, at = generator(seed, "order", epoch, "strata"), torch.empty(len(y), dtype=torch.float64)
     if not 1 <= B <= len(y): raise UserError(f"B = {B}: a batch must have between 1 and N = {len(y)} samples (the training split)")
+    order, g, at = epoch_order(seed, epoch, len(y)), generator(seed, "order", epoch, "strata"), torch.empty(len(y), dtype=torch.float64)
     for c in y.unique():
         i = order[y[order] == c]
         at[i] = (torch.arange(len(i), dtype=torch.float64) + torch.rand(1, generator=g, dtype=torch.float64)) / len(i)

@@ -135,22 +135,24 @@ def adjust_saturation(
     a = a[:, None, None, None]
     return (x * a).add_((1 - a) * to_grey(x)).clamp_(0, 1)
 
-# %% ../nbs/02_views.ipynb #21d92977
+# %% ../nbs/02_views.ipynb #d441f7e9
 def adjust_hue(
     x: Tensor, # Pixels in [0, 1], float32 [B, channels, H, W]
     a: Tensor, # Shifts in turns, float32 [B]
 ) -> Tensor: # Like x
     "Turn the hue of each image; an image of one channel stays as it is."
     if x.shape[1] == 1: return x
-    r, g, b = x.unbind(1)
-    v, c = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
-    c = v - c
-    h = torch.where(v == r, g - b, torch.where(v == g, b - r, r - g)).div_(torch.where(c == 0, 1, c))
-    h.add_(torch.where(v == r, 0.0, torch.where(v == g, 2.0, 4.0))).add_(6 * a[:, None, None])
-    k = torch.stack([h + 5, h + 3, h + 1], 1).remainder_(6)
-    return torch.minimum(k, 4 - k).clamp_(0, 1).mul_(c[:, None]).neg_().add_(v[:, None])
+    r, g, b = x.transpose(0, 1).contiguous()                                         # planes [B, H, W]
+    v, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
+    other = lambda channel: (v - channel).mul_(1e38).clamp_(max=1)                   # 0 where the channel is the largest, else 1
+    blue = other(r).mul_(other(g)); green = other(r).sub_(blue); c = v - low         # which is the largest, as 0 or 1
+    h = (g - b).mul_(1 - other(r)).add_((b - r).mul_(green)).add_((r - g).mul_(blue)).div_(c.clamp(min=1e-30))
+    h.add_(green, alpha=2).add_(blue, alpha=4).add_(6 * a[:, None, None])
+    h.sub_(h.div(6).floor_().mul_(6))                                                # in sixths of a turn, [0, 6)
+    pure = torch.stack([(h - 3).abs_().sub_(1), (h - 2).abs_().neg_().add_(2), (h - 4).abs_().neg_().add_(2)], 1)
+    return pure.clamp_(0, 1).mul_(c[:, None]).add_(low[:, None])
 
-# %% ../nbs/02_views.ipynb #dfc48d69
+# %% ../nbs/02_views.ipynb #228b0ff7
 ORDERS = torch.tensor(list(permutations(range(4)))) # [24, 4]
 JITTER = dict(brightness=adjust_brightness, contrast=adjust_contrast, saturation=adjust_saturation, hue=adjust_hue)
 
@@ -176,7 +178,7 @@ def colour_jitter(
     for at in order.unbind(1):
         for op, fn in enumerate(JITTER.values()):
             i = (at == op).nonzero()[:, 0]
-            if len(i): x[i] = fn(x[i], factors[i, op])
+            if len(i): x.index_copy_(0, i, fn(x.index_select(0, i), factors[i, op]))
     return x
 
 # %% ../nbs/02_views.ipynb #b4e5bcd0
@@ -220,7 +222,7 @@ def normalise(
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (spec.mean, spec.std))
     return (x - mean) / std
 
-# %% ../nbs/02_views.ipynb #39b7c9ec
+# %% ../nbs/02_views.ipynb #c568815f
 def one_view(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     u: Tensor, # Uniform numbers, float32 [B, P]
@@ -244,8 +246,8 @@ def views(
     check_images(x, spec)
     if u.ndim != 3 or len(u) != len(x) or u.shape[2] != N_UNIFORMS: raise ValueError(f"u: must be [{len(x)}, K, {N_UNIFORMS}], not {list(u.shape)}")
     out = torch.empty(u.shape[1], len(x), x.shape[1], spec.size, spec.size, device=x.device)
-    for i in range(0, len(x), 64):
-        for k in range(u.shape[1]): out[k, i:i + 64] = one_view(x[i:i + 64], u[i:i + 64, k], spec)
+    for i in range(0, len(x), 128):
+        for k in range(u.shape[1]): out[k, i:i + 128] = one_view(x[i:i + 128], u[i:i + 128, k], spec)
     return out
 
 # %% ../nbs/02_views.ipynb #44bb3e33
