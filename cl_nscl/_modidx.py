@@ -274,4 +274,8 @@ d = { 'settings': { 'branch': 'main',
                                'cl_nscl.views.uniforms': ('views.html#uniforms', 'cl_nscl/views.py'),
                                'cl_nscl.views.view_spec': ('views.html#view_spec', 'cl_nscl/views.py'),
                                'cl_nscl.views.views': ('views.html#views', 'cl_nscl/views.py')},
-            'cl_nscl.weights': {}}}
+            'cl_nscl.weights': { 'cl_nscl.weights._layers': ('weights.html#_layers', 'cl_nscl/weights.py'),
+                                 'cl_nscl.weights._listed': ('weights.html#_listed', 'cl_nscl/weights.py'),
+                                 'cl_nscl.weights._plain': ('weights.html#_plain', 'cl_nscl/weights.py'),
+                                 'cl_nscl.weights.mean_weight_gap': ('weights.html#mean_weight_gap', 'cl_nscl/weights.py'),
+                                 'cl_nscl.weights.weight_gap': ('weights.html#weight_gap', 'cl_nscl/weights.py')}}}
