@@ -6,7 +6,7 @@
 __all__ = ['CHUNK', 'REGS', 'rows', 'Centres', 'class_centres', 'nearest_centre', 'nccc', 'shots', 'nccc_few_shot', 'Probe',
            'fit_linear_probe', 'linear_probe', 'knn', 'knn_loo', 'confusion']
 
-# %% ../nbs/22_probes.ipynb #36297c27
+# %% ../nbs/22_probes.ipynb #4735d173
 import math, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +17,9 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from .core import generator, pick
+from .data import draw_per_class
 
-# %% ../nbs/22_probes.ipynb #2ed08cc9
+# %% ../nbs/22_probes.ipynb #8c04463a
 CHUNK = 4096 # Rows that are held in float64 at once
 
 def rows(
@@ -27,7 +28,7 @@ def rows(
     name: str = "h", # Named in messages
 ) -> tuple[torch.Tensor, torch.Tensor]: # Float32 or float64; int64 on the device of `h`
     "Features and labels, checked."
-    h, y = torch.as_tensor(h).detach(), torch.as_tensor(y)
+    h, y = (t.detach() if isinstance(t, torch.Tensor) else torch.as_tensor(np.asarray(t)) for t in (h, y))
     if h.ndim != 2 or not h.is_floating_point() or not h.numel(): raise ValueError(f"{name}: features must be floats [N, d] with N, d > 0, not {h.dtype} {list(h.shape)}")
     if y.shape != h.shape[:1] or y.is_floating_point() or y.dtype is torch.bool: raise ValueError(f"{name}: labels must be whole numbers [{len(h)}], not {y.dtype} {list(y.shape)}")
     bad = torch.cat([~x.isfinite().all(1) for x in h.split(CHUNK)]).nonzero()
@@ -85,20 +86,18 @@ def nccc(
     centres = class_centres(h_train, y_train)
     return float((nearest_centre(centres, h_test) == _known(centres.classes, y_test)).double().mean())
 
-# %% ../nbs/22_probes.ipynb #fcd2a5be
+# %% ../nbs/22_probes.ipynb #9a8c3d0d
 def shots(
     y: torch.Tensor, # Labels `[N]`
     n_shot: int, # Rows of each class
     seed: int = 0, # The run's seed
     repeat: int = 0, # The draw's number
-) -> torch.Tensor: # Rows `[C * n_shot]`, class by class
+) -> torch.Tensor: # Positions `[C * n_shot]`, ascending
     "Draw `n_shot` rows of each class."
-    g, out = generator(seed, "shots", repeat), []
-    for c in y.unique().tolist():
-        own = (y == c).nonzero()[:, 0].cpu()
-        if not 1 <= n_shot <= len(own): raise ValueError(f"n_shot = {n_shot}: must be at least 1 and at most {len(own)}, the training rows of class {c}")
-        out.append(own[torch.randperm(len(own), generator=g)[:n_shot]])
-    return torch.cat(out)
+    classes, n = y.unique(return_counts=True)
+    least = int(n.min())
+    if not 1 <= n_shot <= least: raise ValueError(f"n_shot = {n_shot}: must be at least 1 and at most {least}, the training rows of class {int(classes[n.argmin()])}")
+    return draw_per_class(y.cpu(), {c: n_shot for c in classes.tolist()}, generator(seed, "shots", repeat))
 
 # %% ../nbs/22_probes.ipynb #d8e86a35
 def nccc_few_shot(
@@ -149,7 +148,7 @@ class Probe:
         index = torch.searchsorted(self.classes, _known(self.classes, y))
         return float(sum(F.cross_entropy(self.logits(x), i, reduction="sum") for x, i in zip(h.split(chunk), index.split(chunk))) / len(h))
 
-# %% ../nbs/22_probes.ipynb #772064a5
+# %% ../nbs/22_probes.ipynb #fc595d75
 def _standardise(h): # mean [d], scale [d], rows [N, d] in the type of h
     mean = sum(x.double().sum(0) for x in h.split(CHUNK)) / len(h)
     std = (sum((x.double() - mean).square().sum(0) for x in h.split(CHUNK)) / len(h)).sqrt()
@@ -158,14 +157,11 @@ def _standardise(h): # mean [d], scale [d], rows [N, d] in the type of h
 
 def _halves(y, seed, share=5):
     "Rows to fit and rows to validate, one in `share` of each class."
-    g, fit, val = generator(seed, "validation"), [], []
-    for c in y.unique().tolist():
-        own = (y == c).nonzero()[:, 0].cpu()
-        if len(own) < 2: raise ValueError(f"class {c} has one training row: a validation split needs two; pass reg to choose none")
-        cut = max(1, len(own) // share)
-        order = own[torch.randperm(len(own), generator=g)]
-        val.append(order[:cut]); fit.append(order[cut:])
-    return torch.cat(fit).to(y.device), torch.cat(val).to(y.device)
+    n = dict(zip(*(t.tolist() for t in y.unique(return_counts=True))))
+    if single := [c for c in n if n[c] < 2]: raise ValueError(f"classes {single} have one training row: a validation split needs two; pass reg to choose none")
+    val = torch.zeros(len(y), dtype=torch.bool)
+    val[draw_per_class(y.cpu(), {c: max(1, m // share) for c, m in n.items()}, generator(seed, "validation"))] = True
+    return (~val).nonzero()[:, 0].to(y.device), val.nonzero()[:, 0].to(y.device)
 
 # %% ../nbs/22_probes.ipynb #53d6fe6c
 REGS = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5) # lambda, strongest first
