@@ -114,7 +114,7 @@ def _refuse(f, v):
     valid = "one of " + ", ".join(m["choices"]) if m["choices"] else " ".join([f"a {kind}", " and ".join(ends)]).strip()
     raise UserError(f"parameter {f.name} = {v!r}: must be {valid}")
 
-# %% ../nbs/00_core.ipynb #72ec3073
+# %% ../nbs/00_core.ipynb #ea93a91a
 def checked(
     f: dataclasses.Field, # A field declared with `par`
     v: object, # A value from a user, YAML or papermill
@@ -124,7 +124,7 @@ def checked(
     try:
         if kind is float and isinstance(v, (int, float, str)) and not isinstance(v, bool): value = float(v)
         if kind is int and isinstance(v, float) and v == int(v): value = int(v)
-        if (item := typing.get_args(kind)) and isinstance(v, (list, tuple, range)) and all(type(i) is item[0] for i in v): value = tuple(v)
+        if (item := typing.get_args(kind)) and isinstance(v, (list, tuple, range)) and all(type(i) in (item[0], int) for i in v): value = tuple(map(item[0], v))
     except (ValueError, OverflowError): _refuse(f, v)
     if type(value) is not (typing.get_origin(kind) or kind): _refuse(f, v)
     m = f.metadata
