@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = sorted(p for p in (ROOT/"nbs").glob("*.ipynb"))
+LIBRARY = sorted((ROOT/"nbs").glob("[0-9]*.ipynb"))
 ALL = sorted((ROOT/"nbs").rglob("*.ipynb"))
 ALL = [p for p in ALL if ".ipynb_checkpoints" not in p.parts]
 cells = lambda p: json.loads(p.read_text(encoding="utf-8"))["cells"]
