@@ -166,7 +166,7 @@ def test_leave_one_out_is_a_bank_without_the_row(k):
 
 def test_knn_does_not_depend_on_chunks():
     h, y = clouds(200, spread=3.0)
-    bank = probes._unit(h, "h")
+    bank = probes.unit_rows(h, "h")
     cut = [torch.cat([near for near, _ in probes._neighbours(bank, bank, 5, True, chunk)]) for chunk in (64, 512, 800)]
     assert (cut[0] == cut[1]).all() and (cut[0] == cut[2]).all()
     assert not (cut[0] == torch.arange(800)[:, None]).any()
