@@ -29,7 +29,7 @@ def _along(h, y, centres): # S [C, C]
     mu = centres.mu
     return _scatter(h, y, centres, lambda x, i: (x @ mu.T - (x * mu[i]).sum(1, keepdim=True)).square())
 
-# %% ../nbs/23_collapse.ipynb #f49d6753
+# %% ../nbs/23_collapse.ipynb #748b12cf
 @dataclass(frozen=True)
 class Pairs:
     "CDNV of all pairs of classes."
@@ -51,8 +51,8 @@ def cdnv_pairs(
     if (C := len(c.classes)) < 2: raise ValueError(f"y: CDNV needs two classes with rows, not {C}")
     D2 = torch.cdist(c.mu, c.mu, compute_mode="donot_use_mm_for_euclid_dist").square()
     V = _variances(h, y, c)
-    total = (c.n * (V + c.mu.square().sum(1))).sum() / len(h)
-    same = D2.sqrt() <= 1e-12 * total.sqrt() + 1e-14 * c.mean.norm()
+    size = ((c.n * (V + c.mu.square().sum(1))).sum() / len(h)).sqrt()          # of a row, seen from the mean of all
+    same = D2.sqrt() <= 1e-12 * size + 1e-14 * c.mean.norm()
     left_out = int(same.sum() - C) // 2
     if left_out == C * (C - 1) // 2: raise ValueError("h: all classes have the same mean, CDNV is infinite")
     S = _along(h, y, c) / D2 if directional else V[:, None].expand(C, C)
@@ -159,11 +159,11 @@ def alignment(
     if z1.shape != z2.shape: raise ValueError(f"z1 and z2: must have one shape, not {list(z1.shape)} and {list(z2.shape)}")
     return float(sum((a.double() - b.double()).norm(dim=1).pow(alpha).sum() for a, b in zip(z1.split(CHUNK), z2.split(CHUNK))) / len(z1))
 
-# %% ../nbs/23_collapse.ipynb #f3ad7bb5
+# %% ../nbs/23_collapse.ipynb #93424fac
 def uniformity(
     z: torch.Tensor, # One row for each image, `[N, d]`
     t: float = 2, # Inverse squared width of the kernel
-    chunk: int = 1024, # Rows of a block
+    chunk: int = 256, # Rows of a block
 ) -> float: # In [-4t, 0]; lower: more uniform
     "The log of the mean Gaussian similarity of pairs of rows."
     u = unit_rows(z, "z").double()
