@@ -279,7 +279,7 @@ class Similarities:
                 for a in range(len(self.names)) for b in range(a + 1, len(self.names)) for m in metrics]
         return pd.DataFrame(rows, columns=["a", "b", "metric", "value"])
 
-# %% ../nbs/21_similarity.ipynb #60ed4596
+# %% ../nbs/21_similarity.ipynb #85df6c6a
 def _centred(sim, kernel):
     "The centred sums of a kernel, or a refusal."
     ce = Centred(sim.moments[kernel])
@@ -290,14 +290,14 @@ def _centred(sim, kernel):
             raise ValueError(f"model {name!r}: the {'directions of its rows are' if kernel == 'cosine' else 'features are'} constant over {ce.N} rows, up to rounding")
     return ce
 
-def _eps(ce):
+def _eps(ce, names):
     "The relative rounding error of the sums."
     tiles = 3e-8 if ce.N > TILE and ce.mo.products == torch.float32 else 1e-15
-    far = float((1 + ce.N * ce.mean.square().sum(1) / ce.S).max())
-    if tiles * far > 1e-6: raise ValueError("the first rows are unlike the rest, which costs too many digits: shuffle the rows, or use products=torch.float64")
-    return tiles * far
+    far, worst = (1 + ce.N * ce.mean.square().sum(1) / ce.S).max(0)
+    if tiles * far <= 1e-6: return tiles * float(far)
+    raise ValueError(f"model {names[worst]!r}: its first rows are unlike the rest, which costs too many digits; shuffle the rows, or use products=torch.float64")
 
-# %% ../nbs/21_similarity.ipynb #310ff79e
+# %% ../nbs/21_similarity.ipynb #3f3ac180
 @patch
 def result(
     self: Similarity,
@@ -308,7 +308,7 @@ def result(
     parts, M = {}, range(len(self.names))
     for kernel in self.moments:
         ce = _centred(self, kernel)
-        eps = _eps(ce)
+        eps = _eps(ce, self.names)
         parts.update({(kernel, a, b): _pair(ce, a, b, eps) for a in M for b in M if a < b})
     return Similarities(self.names, self.N, self.d, parts)
 
