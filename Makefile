@@ -23,7 +23,7 @@ reproduce: $(STAMP)  ## train the twins and make every table and figure of DATAS
 	@$(VENV)/bin/cl-nscl reproduce $(DATASET)
 
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
-	@$(PY) -m pytest
+	@$(PY) -m pytest --numprocesses auto --dist loadgroup
 
 notebooks: $(STAMP)  ## export, re-execute the library notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py
