@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from .core import generator
 from .similarity import METRICS, TILE, Centred, Similarity, _metric, _unit, _weights
 
-# %% ../nbs/25_intervals.ipynb #ebfde2a2
+# %% ../nbs/25_intervals.ipynb #3e8d1a95
 def _spread(
     psi: torch.Tensor, # Influences `[N, metrics]`
     clusters: torch.Tensor | None = None, # Labels of the rows `[N]`
@@ -29,6 +29,7 @@ def _spread(
     if G < 2: raise ValueError(f"an interval needs at least 2 {'rows' if clusters is None else 'clusters'}, not {G}")
     return (psi.square().sum(0) * G / (G - 1)).sqrt() / N, G - 1
 
+# %% ../nbs/25_intervals.ipynb #d8c80c4f
 def mean_interval(
     values: torch.Tensor, # One number per row `[N]`
     clusters: torch.Tensor | None = None, # Labels `[N]`: rows with one label are not independent
@@ -59,7 +60,7 @@ def bootstrap(
     low, high = draws.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     return {"value": float(stat(torch.arange(N))), "low": low, "high": high, "se": float(draws.std())}
 
-# %% ../nbs/25_intervals.ipynb #cf7f2615
+# %% ../nbs/25_intervals.ipynb #552b8465
 def _against(ce, a, b):
     "`sum_j v_j g_j`: the rows of model `a` against the typicality of model `b`."
     (alpha, beta), T = ce.typical(b), ce.T[a]
@@ -70,6 +71,7 @@ def _against(ce, a, b):
             out[:dl] += T[l] * (ce.product(l, k) @ beta[k, :dk])
     return out
 
+# %% ../nbs/25_intervals.ipynb #24b9859c
 class _Pushes:
     "What the second pass needs to know of a kernel: constants per pair, and the influences of a tile of rows."
     def __init__(self, ce, pairs, near=False):
@@ -112,7 +114,7 @@ def _influence(
     (own, _, _), (OWN, *_) = inner("cka" if name == "rho" else "rsa")       # of its unit
     return value * (log - own / (2 * OWN))
 
-# %% ../nbs/25_intervals.ipynb #8b0c0e8f
+# %% ../nbs/25_intervals.ipynb #23ac909e
 def _ends(name, value, se, q):
     "The ends of the interval."
     if se == 0: return value, value
@@ -121,6 +123,22 @@ def _ends(name, value, se, q):
     half = q * se / (1 - value**2)
     return math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half)
 
+# %% ../nbs/25_intervals.ipynb #4924a79b
+def _second_pass(sim, found, table, chunks):
+    "For each tile of rows: (a, b, metric) -> influences `[n]`."
+    both = [(a, b) for a in range(len(sim.names)) for b in range(a, len(sim.names))]
+    near = any(p.parts[3, 0] < 1e-3 * p.parts[0, 0] for p in found.parts.values())   # pushes on a tiny length need float64
+    pushes = {kernel: _Pushes(Centred(mo), both, near) for kernel, mo in sim.moments.items()}
+    at, seen = {n: i for i, n in enumerate(sim.names)}, 0
+    for hs in chunks():
+        seen += len(hs[0])
+        for part in zip(*(torch.as_tensor(h).detach().split(TILE) for h in hs)):
+            moved = {kernel: p.tile(sim.rows([h.double() for h in part], kernel)) for kernel, p in pushes.items()}
+            yield {(x, y, m): _influence(found.parts[METRICS[m], a, b], [moved[METRICS[m]][k] for k in ((a, a), (b, b), (a, b))], m, value)
+                   for x, y, m, value in table.itertuples(index=False) for a, b in [(at[x], at[y])]}
+    if seen != sim.N: raise ValueError(f"features: {sim.N} rows in the first pass, {seen} in the second; the function must start afresh at each call")
+
+# %% ../nbs/25_intervals.ipynb #6e8eedb8
 def intervals(
     features: dict | Callable, # Model -> features `[N, d_m]`; or a function that returns a fresh iterator over chunks (lists of tensors)
     names: list[str] | None = None, # The models' names, with a function
@@ -145,21 +163,7 @@ def intervals(
         rows.append((a, b, metric, value, *_ends(metric, value, float(se), student.ppf((1 + level) / 2, df)), float(se)))
     return pd.DataFrame(rows, columns=["a", "b", "metric", "value", "low", "high", "se"])
 
-def _second_pass(sim, found, table, chunks):
-    "For each tile of rows: (a, b, metric) -> influences `[n]`."
-    both = [(a, b) for a in range(len(sim.names)) for b in range(a, len(sim.names))]
-    near = any(p.parts[3, 0] < 1e-3 * p.parts[0, 0] for p in found.parts.values())   # pushes on a tiny length need float64
-    pushes = {kernel: _Pushes(Centred(mo), both, near) for kernel, mo in sim.moments.items()}
-    at, seen = {n: i for i, n in enumerate(sim.names)}, 0
-    for hs in chunks():
-        seen += len(hs[0])
-        for part in zip(*(torch.as_tensor(h).detach().split(TILE) for h in hs)):
-            moved = {kernel: p.tile(sim.rows([h.double() for h in part], kernel)) for kernel, p in pushes.items()}
-            yield {(x, y, m): _influence(found.parts[METRICS[m], a, b], [moved[METRICS[m]][k] for k in ((a, a), (b, b), (a, b))], m, value)
-                   for x, y, m, value in table.itertuples(index=False) for a, b in [(at[x], at[y])]}
-    if seen != sim.N: raise ValueError(f"features: {sim.N} rows in the first pass, {seen} in the second; the function must start afresh at each call")
-
-# %% ../nbs/25_intervals.ipynb #04c11ea5
+# %% ../nbs/25_intervals.ipynb #fc7a9014
 def _chance(
     N: int, # Rows
     T: tuple[float, float], # Traces of K and L
@@ -175,6 +179,7 @@ def _chance(
     norm = math.sqrt(T2[0] * T2[1])
     return T[0] * T[1] / (N - 1) / norm, math.sqrt(max(var, 0)) / norm
 
+# %% ../nbs/25_intervals.ipynb #9cfd94a6
 def permutation_null(
     h1: torch.Tensor, # Features `[N, d1]`
     h2: torch.Tensor, # Features `[N, d2]`

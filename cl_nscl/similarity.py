@@ -38,7 +38,12 @@ def _parents(
         parent[b] = a if nearest < rows[b].norm() else None
     return parent
 
-# %% ../nbs/21_similarity.ipynb #2574bbb2
+# %% ../nbs/21_similarity.ipynb #7ede9d9e
+def _add_gram(P, b, step=512):
+    "Add `b.T @ b` to the upper triangle of `P`, by blocks of rows."
+    for j in range(0, b.shape[1], step): P[j:j + step, j:] += b[:, j:j + step].T @ b[:, j:]
+
+# %% ../nbs/21_similarity.ipynb #0ab259d0
 TILE = 1024  # Rows that are multiplied at once
 
 class Moments:
@@ -63,34 +68,33 @@ class Moments:
         safe = rows[0].device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         self.products = self.products or (torch.float32 if safe else torch.float64)
 
-    def basis(self, rows):
-        "The basis rows of a tile, and the squared lengths in the same basis."
-        V = [v - p for v, p in zip(rows, self.pilot)]
-        B = [v if (p := self.parent[a]) is None else v - V[p] for a, v in enumerate(V)]
-        w = [(b * (b if (p := self.parent[a]) is None else V[a] + V[p])).sum(1) for a, b in enumerate(B)]
-        return B, w
+# %% ../nbs/21_similarity.ipynb #5ef8fe70
+@patch
+def basis(self: Moments, rows):
+    "The basis rows of a tile, and the squared lengths in the same basis."
+    V = [v - p for v, p in zip(rows, self.pilot)]
+    B = [v if (p := self.parent[a]) is None else v - V[p] for a, v in enumerate(V)]
+    w = [(b * (b if (p := self.parent[a]) is None else V[a] + V[p])).sum(1) for a, b in enumerate(B)]
+    return B, w
 
-    def add(
-        self,
-        rows: list[torch.Tensor], # Each model's rows `[n, d_a]`, float64, at most `TILE` of them
-    ):
-        "Add a tile."
-        if not self.N: self.start(rows)
-        B, w = self.basis(rows)
-        border = torch.stack([torch.ones_like(w[0]), *w])
-        self.E += border @ border.T
-        for R, b in zip(self.R, B): R += border @ b
-        B = [b.to(self.products if self.N else torch.float64) for b in B]
-        for (k, l), P in self.P.items():
-            if k != l: P += B[k].T @ B[l]
-            else: _add_gram(P, B[k])
-        self.N += len(rows[0])
+@patch
+def add(
+    self: Moments,
+    rows: list[torch.Tensor], # Each model's rows `[n, d_a]`, float64, at most `TILE` of them
+):
+    "Add a tile."
+    if not self.N: self.start(rows)
+    B, w = self.basis(rows)
+    border = torch.stack([torch.ones_like(w[0]), *w])
+    self.E += border @ border.T
+    for R, b in zip(self.R, B): R += border @ b
+    B = [b.to(self.products if self.N else torch.float64) for b in B]
+    for (k, l), P in self.P.items():
+        if k != l: P += B[k].T @ B[l]
+        else: _add_gram(P, B[k])
+    self.N += len(rows[0])
 
-def _add_gram(P, b, step=512):
-    "Add `b.T @ b` to the upper triangle of `P`, by blocks of rows."
-    for j in range(0, b.shape[1], step): P[j:j + step, j:] += b[:, j:j + step].T @ b[:, j:]
-
-# %% ../nbs/21_similarity.ipynb #da5ef10b
+# %% ../nbs/21_similarity.ipynb #c0665808
 class Centred:
     "The sums with the true mean removed: products of any two models, or of differences of models."
     def __init__(
@@ -122,16 +126,19 @@ class Centred:
                 out[:self.mo.d[k], :self.mo.d[l]].add_(self.product(k, l), alpha=float(a[k] * b[l]))
         return out
 
-    def typical(self, a):
-        "The linear form `g` of model `a`: coefficients of the squared lengths and of the basis rows."
-        return -self.T[a] / 2, self.T[a][:, None] * self.mean[a]
+# %% ../nbs/21_similarity.ipynb #5bb64ba1
+@patch
+def typical(self: Centred, a):
+    "The linear form `g` of model `a`: coefficients of the squared lengths and of the basis rows."
+    return -self.T[a] / 2, self.T[a][:, None] * self.mean[a]
 
-    def g_dot(self, x, y):
-        "The inner product of two linear forms over the rows."
-        (a, p), (b, q), d = x, y, self.mo.d
-        rows = sum(p[k, :d[k]] @ self.product(k, l) @ q[l, :d[l]] for k in range(len(d)) for l in range(len(d)) if p[k].any() and q[l].any())
-        return (a @ self.W @ b + torch.einsum("k,klw,lw", a, self.R, q) + torch.einsum("k,klw,lw", b, self.R, p)
-                + rows - (p * self.s).sum() * (q * self.s).sum() / self.N)
+@patch
+def g_dot(self: Centred, x, y):
+    "The inner product of two linear forms over the rows."
+    (a, p), (b, q), d = x, y, self.mo.d
+    rows = sum(p[k, :d[k]] @ self.product(k, l) @ q[l, :d[l]] for k in range(len(d)) for l in range(len(d)) if p[k].any() and q[l].any())
+    return (a @ self.W @ b + torch.einsum("k,klw,lw", a, self.R, q) + torch.einsum("k,klw,lw", b, self.R, p)
+            + rows - (p * self.s).sum() * (q * self.s).sum() / self.N)
 
 # %% ../nbs/21_similarity.ipynb #42440290
 def _dot(A, B): return float(torch.dot(A.reshape(-1), B.reshape(-1)))
@@ -159,7 +166,7 @@ def _pair(ce, a, b, eps):
     g = [float(ce.g_dot(p, q)) for p, q in ((u, u), (v, v), (u, v), (diff, diff), (diff, both))]
     return Pair(np.array([G, S, g]).T, abs(turn) + abs(stretch), eps, ce.N)
 
-# %% ../nbs/21_similarity.ipynb #b052d178
+# %% ../nbs/21_similarity.ipynb #a9d583b7
 def _angle(p: Pair, w, what, who):
     "The cosine of the angle between the two models in the inner product `w`."
     aa, bb, ab, dd, gap = p.parts @ np.array(w)
@@ -177,6 +184,7 @@ def _length(p: Pair, w, unit, what, who):
     warnings.warn(f"{what} of {who[0]!r} and {who[1]!r} is below what these products resolve: use products=torch.float64", stacklevel=3)
     return math.nan
 
+# %% ../nbs/21_similarity.ipynb #4d4e9de6
 def _metric(
     p: Pair, # The parts of two models
     name: str, # One of `METRICS`
@@ -193,7 +201,12 @@ def _metric(
 
 METRICS = {"cka": "cosine", "cka_linear": "linear", "cka_debiased": "cosine", "rsa": "cosine", "drift": "cosine", "rho": "cosine", "r": "cosine"}
 
-# %% ../nbs/21_similarity.ipynb #d905445e
+# %% ../nbs/21_similarity.ipynb #d2fed059
+def _unit(h):
+    "Rows of length one, whatever their scale."
+    h = h / h.abs().amax(1, keepdim=True)
+    return h / h.norm(dim=1, keepdim=True)
+
 class Similarity:
     "A streaming accumulator over chunks of rows, for all pairs of the named models."
     def __init__(
@@ -207,47 +220,18 @@ class Similarity:
         self.moments = {k: Moments(products) for k in kernels if pick({"cosine": 1, "linear": 1}, k, "kernel")}
         self.waiting, self.d, self.scale = [], None, None
 
-    def update(
-        self,
-        hs: list[torch.Tensor], # Features `[n, d_m]` of the same n rows, one tensor for each model
-        ids: object = None, # The rows' ids `[n]`, or one such list for each model, which must agree
-    ):
-        "Add a chunk of rows."
-        hs = [torch.as_tensor(h).detach() for h in hs]
-        _check(self, hs, ids)
-        self.d = self.d or [h.shape[1] for h in hs]
-        self.dtype = min([self.dtype, *(h.dtype for h in hs if h.is_floating_point())], key=lambda t: -torch.finfo(t).eps)
-        self.waiting.append(hs)
-        self.N += len(hs[0])
-        if sum(len(c[0]) for c in self.waiting) >= TILE: self._flush(TILE)
-
-    def _flush(self, least):
-        "Multiply the waiting rows, tile by tile, until fewer than `least` are left."
-        hs = [torch.cat(h) if len(h) > 1 else h[0] for h in zip(*self.waiting)]
-        n = len(hs[0]) - len(hs[0]) % TILE if least == TILE else len(hs[0])
-        with torch.no_grad(), torch.autocast(hs[0].device.type, enabled=False):
-            for i in range(0, n, TILE):
-                tile = [h[i:min(i + TILE, n)].double() for h in hs]
-                for kernel, mo in self.moments.items(): mo.add(self.rows(tile, kernel))
-        self.waiting = [[h[n:] for h in hs]] if n < len(hs[0]) else []
-
     def rows(self, tile, kernel):
         "Unit rows, or rows in units of the first tile's spread: linear CKA does not depend on the scale, float32 does."
         if kernel == "cosine": return [_unit(h) for h in tile]
         self.scale = self.scale or [float((h - h.mean(0)).square().mean().sqrt()) or 1.0 for h in tile]
         return [h / s for h, s in zip(tile, self.scale)]
 
-def _unit(h):
-    "Rows of length one, whatever their scale."
-    h = h / h.abs().amax(1, keepdim=True)
-    return h / h.norm(dim=1, keepdim=True)
-
-# %% ../nbs/21_similarity.ipynb #c0b585a0
+# %% ../nbs/21_similarity.ipynb #702aa407
 def _check(sim, hs, ids):
     "Refuse a chunk that would make a number silently wrong."
     if len(hs) != len(sim.names): raise ValueError(f"hs: {len(hs)} tensors for the {len(sim.names)} models {', '.join(sim.names)}")
     each = ids if isinstance(ids, (list, tuple)) and len(ids) and np.ndim(ids[0]) == 1 else [ids] * len(hs)
-    each = [None if i is None else np.asarray(i) for i in each]
+    each = [None if i is None else np.asarray(i.cpu() if torch.is_tensor(i) else i) for i in each]
     for m, (name, h, i) in enumerate(zip(sim.names, hs, each)):
         if h.ndim != 2 or h.is_complex() or 0 in h.shape: raise ValueError(f"model {name!r}: features must be real and [n, d] with n, d >= 1, not {h.dtype} {list(h.shape)}")
         if len(h) != len(hs[0]): raise ValueError(f"model {name!r}: {len(h)} rows, but model {sim.names[0]!r} has {len(hs[0])}")
@@ -258,6 +242,33 @@ def _check(sim, hs, ids):
         top = h.abs().amax(1)
         if (bad := ~top.isfinite()).any(): raise ValueError(f"model {name!r}, {row(bad)}: NaN or infinite")
         if "cosine" in sim.moments and (bad := top == 0).any(): raise ValueError(f"model {name!r}, {row(bad)}: all zero, so it has no direction")
+
+# %% ../nbs/21_similarity.ipynb #a8f22113
+@patch
+def update(
+    self: Similarity,
+    hs: list[torch.Tensor], # Features `[n, d_m]` of the same n rows, one tensor for each model
+    ids: object = None, # The rows' ids `[n]`, or one such list for each model, which must agree
+):
+    "Add a chunk of rows."
+    hs = [torch.as_tensor(h).detach() for h in hs]
+    _check(self, hs, ids)
+    self.d = self.d or [h.shape[1] for h in hs]
+    self.dtype = min([self.dtype, *(h.dtype for h in hs if h.is_floating_point())], key=lambda t: -torch.finfo(t).eps)
+    self.waiting.append(hs)
+    self.N += len(hs[0])
+    if sum(len(c[0]) for c in self.waiting) >= TILE: self._flush(TILE)
+
+@patch
+def _flush(self: Similarity, least):
+    "Multiply the waiting rows, tile by tile, until fewer than `least` are left."
+    hs = [torch.cat(h) if len(h) > 1 else h[0] for h in zip(*self.waiting)]
+    n = len(hs[0]) - len(hs[0]) % TILE if least == TILE else len(hs[0])
+    with torch.no_grad(), torch.autocast(hs[0].device.type, enabled=False):
+        for i in range(0, n, TILE):
+            tile = [h[i:min(i + TILE, n)].double() for h in hs]
+            for kernel, mo in self.moments.items(): mo.add(self.rows(tile, kernel))
+    self.waiting = [[h[n:] for h in hs]] if n < len(hs[0]) else []
 
 # %% ../nbs/21_similarity.ipynb #e83be2d7
 @dataclass(frozen=True)
