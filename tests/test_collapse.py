@@ -1,4 +1,4 @@
-"""Collapse metrics: handed faults, oracles from dense matrices, invariances, refusals."""
+"""Collapse metrics: known faults, oracles from dense matrices, invariances, refusals."""
 import math, warnings
 
 import numpy as np, pytest, torch
