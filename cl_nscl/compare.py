@@ -132,7 +132,7 @@ def _safetensors(path):
         heads = {k: (tuple((s := f.get_slice(k)).get_shape()), s.get_dtype()) for k in f.keys()}
     return {k: Stored(shape, dtype, _DTYPES.get(dtype, "other"), sliced(shape[0] if shape else 0, reader(k))) for k, (shape, dtype) in heads.items()}
 
-# %% ../nbs/46_compare.ipynb #0ef8bb31
+# %% ../nbs/46_compare.ipynb #9be3e65d
 def _tensors(path):
     "What `torch.save` wrote, as a dict of tensors, memory-mapped."
     try: found = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
@@ -143,7 +143,7 @@ def _tensors(path):
 
 def _torch_kind(t):
     "The kind of a tensor's numbers."
-    if t.layout != torch.strided or t.device.type != "cpu" or t.is_quantized or t.is_complex() or t.dtype == torch.bool: return "other"
+    if t.layout != torch.strided or t.device.type == "meta" or t.is_quantized or t.is_complex() or t.dtype == torch.bool: return "other"
     return "float" if t.is_floating_point() else "int"
 
 def _pt(path):
@@ -155,7 +155,7 @@ def _pt(path):
         found[key] = Stored(tuple(t.shape), str(t.dtype), kind, sliced(t.shape[0] if t.ndim else 0, read))
     return found
 
-# %% ../nbs/46_compare.ipynb #36ea56a2
+# %% ../nbs/46_compare.ipynb #1d03ff19
 @dataclass(frozen=True)
 class Rows:
     "The features of one model, read some rows at a time."
@@ -167,6 +167,7 @@ class Rows:
     y: Stored | None = None # [N]
     data: str = "" # The images behind the rows, if they are known
 
+# %% ../nbs/46_compare.ipynb #bae1ff3e
 def _floats(a):
     "A chunk as a tensor of floats."
     if isinstance(a, torch.Tensor): return a.detach() if a.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else a.detach().double()
@@ -183,10 +184,11 @@ def _features(name, a, ids=None, y=None):
 
 def _memory(h):
     "An array or tensor that is already in memory, as if it were stored."
-    kind = _torch_kind(h.cpu()) if isinstance(h, torch.Tensor) else _KINDS.get(h.dtype.kind, "other")
-    return Stored(tuple(h.shape), str(h.dtype), kind, sliced(len(h) if h.ndim else 0, lambda i, j: h[i:j]))
+    tensor = isinstance(h, torch.Tensor)
+    kind, read = _torch_kind(h) if tensor else _KINDS.get(h.dtype.kind, "other"), lambda i, j: h[i:j].cpu() if tensor else h[i:j]
+    return Stored(tuple(h.shape), str(h.dtype), kind, sliced(len(h) if h.ndim else 0, read))
 
-# %% ../nbs/46_compare.ipynb #1ca06e7a
+# %% ../nbs/46_compare.ipynb #a884c9d2
 FORMATS = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
 
 def _located(path, key=None):
@@ -211,6 +213,7 @@ def _chosen(path, arrays, key, names, ndim):
     has = ", ".join(f"{k!r} {list(a.shape)}" for k, a in [*arrays.items()][:8]) or "no array"
     with _reading(path): raise ValueError(f"which array? name it as FILE:KEY; the file holds {has}{' ...' if len(arrays) > 8 else ''}")
 
+# %% ../nbs/46_compare.ipynb #490ac293
 def open_features(
     path: str | Path, # `.npy`, `.npz`, `.safetensors` or `.pt`; `FILE:KEY` names an array in it
     key: str | None = None, # The array's name, if not in `path`
@@ -221,7 +224,7 @@ def open_features(
     beside = [next((arrays[k] for k in names if k in arrays), None) for names in (("ids",), ("y", "labels"))]
     return replace(_features(str(path), _chosen(path, arrays, key, ("h", "features"), 2), *beside), name=path.stem)
 
-# %% ../nbs/46_compare.ipynb #5357ce8a
+# %% ../nbs/46_compare.ipynb #673a9300
 def is_checkpoint(
     path: str | Path,
 ) -> bool:
@@ -241,6 +244,7 @@ def _run(path):
     if not steps: raise UserError(f"{path}: not a snapshot as a run writes it")
     return run, steps[-1]
 
+# %% ../nbs/46_compare.ipynb #7e2d5830
 def open_checkpoint(
     path: str | Path, # A run's folder (its last snapshot), or a snapshot in one
     dataset: str = "", # Name of the data set; empty: the run's own
@@ -359,7 +363,7 @@ def _labels(labels, rows):
     if len(y) != N: raise UserError(f"labels: {len(y)} labels for {N} rows")
     return y
 
-# %% ../nbs/46_compare.ipynb #b2dbf78c
+# %% ../nbs/46_compare.ipynb #c552bc69
 def _notes(rows):
     "What a reader of the table must know."
     N, d = rows[0].shape[0], max(r.shape[1] for r in rows)
@@ -374,6 +378,29 @@ def _opened(name, m, dataset, split):
     if isinstance(m, (str, Path)): return replace(open_checkpoint(m, dataset, split) if is_checkpoint(m) else open_features(m), name=name)
     return _features(name, _memory(m if isinstance(m, torch.Tensor) else np.asarray(m)))
 
+def _both_passes(rows, level, chunk, clusters):
+    "The pairs' rows, with a progress bar on a terminal."
+    with tqdm(total=2 * rows[0].shape[0], unit=" rows", disable=None, leave=False) as bar:
+        def chunks():
+            for hs in zip(*(r.chunks(chunk) for r in rows), strict=True):
+                yield list(hs)
+                bar.update(len(hs[0]))
+        return [*_pairs([r.name for r in rows], chunks, level, clusters)]
+
+def _all_probed(rows, y, draws, level, chunk, clusters, notes):
+    "The rows of every model; adds to `notes`."
+    (keep, test), found = draws, []
+    if len(keep) < len(y): notes.append(f"probes and collapse: on a seeded draw of {len(keep)} of the {len(y)} rows")
+    notes.append(f"nccc, linear: trained on {len(keep) - len(test)} rows, tested on {len(test)} (one in five of each class, seeded); knn: each of {len(keep)} rows left out in turn")
+    for r in rows:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try: found += _probed(r.name, _taken(r, keep, chunk), y[keep], test, level, None if clusters is None else clusters[keep])
+            except ValueError as e: raise UserError(f"model {r.name!r}: {e}") from None
+        notes += dict.fromkeys(f"{r.name}: {w.message}" for w in caught if w.category is UserWarning)
+    return found
+
+# %% ../nbs/46_compare.ipynb #539e0dcc
 def compare(
     models: dict, # Name -> features `[N, d_m]` (tensor or array), `Rows`, or a path of a feature file, a run's folder or a snapshot
     *,
@@ -398,33 +425,12 @@ def compare(
     try: found = _both_passes(rows, level, chunk, clusters)
     except UserError: raise
     except ValueError as e: raise UserError(str(e)) from None
-    if y is not None:
-        found += _all_probed(rows, y, draws, level, chunk, clusters, notes)
+    if y is not None: found += _all_probed(rows, y, draws, level, chunk, clusters, notes)
     table = pd.DataFrame(found, columns=["a", "b", "metric", "value", "low", "high"])
     table.attrs["notes"] = notes
     return table
 
-def _both_passes(rows, level, chunk, clusters):
-    "The pairs' rows, with a progress bar on a terminal."
-    with tqdm(total=2 * rows[0].shape[0], unit=" rows", disable=None, leave=False) as bar:
-        def chunks():
-            for hs in zip(*(r.chunks(chunk) for r in rows), strict=True):
-                yield list(hs)
-                bar.update(len(hs[0]))
-        return [*_pairs([r.name for r in rows], chunks, level, clusters)]
 
-def _all_probed(rows, y, draws, level, chunk, clusters, notes):
-    "The rows of every model; adds to `notes`."
-    (keep, test), found = draws, []
-    if len(keep) < len(y): notes.append(f"probes and collapse: on a seeded draw of {len(keep)} of the {len(y)} rows")
-    notes.append(f"nccc, linear: trained on {len(keep) - len(test)} rows, tested on {len(test)} (one in five of each class, seeded); knn: each of {len(keep)} rows left out in turn")
-    for r in rows:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try: found += _probed(r.name, _taken(r, keep, chunk), y[keep], test, level, None if clusters is None else clusters[keep])
-            except ValueError as e: raise UserError(f"model {r.name!r}: {e}") from None
-        notes += dict.fromkeys(f"{r.name}: {w.message}" for w in caught if w.category is UserWarning)
-    return found
 
 # %% ../nbs/46_compare.ipynb #6b982809
 def similarity_heat(
@@ -440,7 +446,7 @@ def similarity_heat(
     square = square.sort_values(["a", "b"], key=lambda c: c.map(at)).rename(columns={"a": "model", "b": "and model"})
     return heat_chart(square, "Similarity of the models", x="model", y="and model", metric=metric)
 
-# %% ../nbs/46_compare.ipynb #7c1e531d
+# %% ../nbs/46_compare.ipynb #526689e4
 def _names(paths):
     "A short name for each path: its last part, or all of it where that is not unique."
     last = [Path(p).stem if Path(p).suffix else Path(p).name or p for p in paths]
@@ -465,6 +471,7 @@ def _compare(args):
     elif args.json: files.append(write_atomic(Path(args.json), text.encode()))
     print("written:", *files, file=say)
 
+# %% ../nbs/46_compare.ipynb #7cf13584
 def add_command(
     commands: object, # What `argparse.ArgumentParser.add_subparsers` returned
 ) -> argparse.ArgumentParser: # The parser of `compare`
