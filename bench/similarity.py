@@ -1,7 +1,7 @@
 """CKA, RSA and drift of two models: this package beside N x N code and installed peers.
 
-python bench/similarity.py [rounds]      one interleaved run, a markdown table on stdout
-python bench/similarity.py full          one pass at N = 1,281,167, d = 2,048, synthetic and streamed
+python bench/similarity.py [rounds] [threads]      one interleaved run, a markdown table on stdout
+python bench/similarity.py full                    one pass at N = 1,281,167, d = 2,048, synthetic and streamed
 
 Each measurement is a process of its own, so that its peak memory is its own. Peers are optional: what is not installed
 is left out. Features are made in place: h2 = h1 + noise, float32, ReLU, so all similarities are positive as in practice.
@@ -101,14 +101,14 @@ def exact(h1, h2, step=500):
 
 
 METHODS = {  # name -> (function, largest N)
-    "cl_nscl, one pass": (ours, 10**9), "direct N x N": (direct, 10_000), "lean N x N": (lean, 20_000), "RSA alone, N x N": (rsa_nxn, 20_000),
+    "cl_nscl, one pass": (ours, 10**9), "direct N x N": (direct, 10_000), "lean N x N": (lean, 20_000), "RSA alone, N x N": (rsa_nxn, 10_000),
     "CKA alone, d x d float32": (feature_space, 10**9), "ckatorch cka_base": (ckatorch, 10_000), "pytorch-cka": (pytorch_cka, 20_000),
     "rsatoolbox compare": (rsatoolbox, 10_000)}
 
 
-def one(name, N, d):
+def one(name, N, d, threads):
     "Measure one method in this process."
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     h1, h2 = features(N, d)
     METHODS[name][0](*features(64, 16))                                   # imports and first-call costs
     def resident(key): return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) / 1024
@@ -126,10 +126,10 @@ def run(*args):
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def table(rounds):
+def table(rounds, threads):
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, two threads, float32 features; medians of {rounds} interleaved rounds (one at N = 20,000 and for what takes over a minute).")
-    print("Seconds depend on what else ran; ratios are to `cl_nscl, one pass`. Error: largest absolute one of CKA and RSA, relative one of drift, against float64 (N x N in blocks up to N = 10,000).\n")
+    print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, float32 features; medians of {rounds} interleaved rounds (one at N = 20,000 and for what takes over 30 s).")
+    print("Seconds depend on what else ran, CPU seconds of one thread hardly do: ratios are of CPU seconds, to `cl_nscl, one pass`. Error: largest absolute one of CKA and RSA, relative one of drift, against float64 (N x N in blocks up to N = 10,000).\n")
     print("| N, d | method | seconds | CPU s | ratio | extra MB | CKA | debiased | RSA | drift | error |\n|---|---|---|---|---|---|---|---|---|---|---|")
     for N, d in SIZES:
         torch.set_num_threads(2)
@@ -139,8 +139,8 @@ def table(rounds):
         runs = {name: [] for name, (_, top) in METHODS.items() if N <= top}
         for _ in range(many):
             for name, rs in runs.items():
-                if not rs or rs[-1] and rs[-1]["wall"] < 60: rs.append(run(name, N, d))
-        base = statistics.median(r["wall"] for r in runs["cl_nscl, one pass"])
+                if not rs or rs[-1] and rs[-1]["cpu"] < 30: rs.append(run(name, N, d, threads))
+        base = statistics.median(r["cpu"] for r in runs["cl_nscl, one pass"])
         for name, rs in runs.items():
             rs = [r for r in rs if r]
             if not rs: continue
@@ -148,7 +148,7 @@ def table(rounds):
             value = rs[0]["value"]
             error = max(abs(value[m] - truth[m]) / (truth[m] if m == "drift" else 1) for m in value)
             shown = [f"{value[m]:.6f}" if m in value else "" for m in ("cka", "cka_debiased", "rsa", "drift")]
-            print(f"| {N:,}, {d:,} | {name} | {wall:.2f} | {cpu:.2f} | {wall / base:.1f} | {peak:.0f} | {' | '.join(shown)} | {error:.0e} |", flush=True)
+            print(f"| {N:,}, {d:,} | {name} | {wall:.2f} | {cpu:.2f} | {cpu / base:.1f} | {peak:.0f} | {' | '.join(shown)} | {error:.0e} |", flush=True)
 
 
 def full(N=1_281_167, d=2_048, chunk=4_096):
@@ -169,6 +169,6 @@ def full(N=1_281_167, d=2_048, chunk=4_096):
 
 if __name__ == "__main__":
     command = sys.argv[1] if len(sys.argv) > 1 else "3"
-    if command == "one": one(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if command == "one": one(sys.argv[2], *map(int, sys.argv[3:]))
     elif command == "full": full()
-    else: table(int(command))
+    else: table(int(command), int(sys.argv[2]) if len(sys.argv) > 2 else 1)

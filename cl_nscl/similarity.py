@@ -38,10 +38,12 @@ def _parents(
         parent[b] = a if nearest < rows[b].norm() else None
     return parent
 
-# %% ../nbs/21_similarity.ipynb #7ede9d9e
-def _add_gram(P, b, step=512):
-    "Add `b.T @ b` to the upper triangle of `P`, by blocks of rows."
-    for j in range(0, b.shape[1], step): P[j:j + step, j:] += b[:, j:j + step].T @ b[:, j:]
+# %% ../nbs/21_similarity.ipynb #cc211ff7
+def _add_product(P, a, b, step=512):
+    "Add `a.T @ b` to `P` by blocks of rows; the upper triangle alone if `b` is `a`."
+    for j in range(0, a.shape[1], step):
+        first = j if b is a else 0
+        P[j:j + step, first:] += a[:, j:j + step].T @ b[:, first:]
 
 # %% ../nbs/21_similarity.ipynb #0ab259d0
 TILE = 1024  # Rows that are multiplied at once
@@ -68,7 +70,7 @@ class Moments:
         safe = rows[0].device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         self.products = self.products or (torch.float32 if safe else torch.float64)
 
-# %% ../nbs/21_similarity.ipynb #5ef8fe70
+# %% ../nbs/21_similarity.ipynb #d138f9fa
 @patch
 def basis(self: Moments, rows):
     "The basis rows of a tile, and the squared lengths in the same basis."
@@ -89,9 +91,7 @@ def add(
     self.E += border @ border.T
     for R, b in zip(self.R, B): R += border @ b
     B = [b.to(self.products if self.N else torch.float64) for b in B]
-    for (k, l), P in self.P.items():
-        if k != l: P += B[k].T @ B[l]
-        else: _add_gram(P, B[k])
+    for (k, l), P in self.P.items(): _add_product(P, B[k], B[l])
     self.N += len(rows[0])
 
 # %% ../nbs/21_similarity.ipynb #c0665808
@@ -201,10 +201,12 @@ def _metric(
 
 METRICS = {"cka": "cosine", "cka_linear": "linear", "cka_debiased": "cosine", "rsa": "cosine", "drift": "cosine", "rho": "cosine", "r": "cosine"}
 
-# %% ../nbs/21_similarity.ipynb #d2fed059
+# %% ../nbs/21_similarity.ipynb #a8303c19
 def _unit(h):
     "Rows of length one, whatever their scale."
-    h = h / h.abs().amax(1, keepdim=True)
+    length = h.norm(dim=1, keepdim=True)
+    if 1e-150 < length.min() and length.max() < 1e150: return h / length
+    h = h / h.abs().amax(1, keepdim=True)                           # squares would overflow or vanish
     return h / h.norm(dim=1, keepdim=True)
 
 class Similarity:

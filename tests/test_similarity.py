@@ -83,6 +83,12 @@ def test_offsets_and_scales(scale, offset):
     agree((x + offset) * scale, (x + y + offset) / scale)
 
 
+def test_rows_near_the_ends_of_float64():
+    x, y = normal(100, 8, dtype=torch.float64), normal(100, 8, seed=1, dtype=torch.float64)
+    scale = 10.0 ** torch.linspace(-200, 200, 100, dtype=torch.float64)[:, None]
+    assert np.allclose(values(x * scale, (x + y) / scale, kernels=("cosine",)), values(x, x + y, kernels=("cosine",)), rtol=1e-12)
+
+
 @pytest.mark.parametrize("first", [1e3, 1e6])
 def test_first_rows_unlike_the_rest(first):
     x, y = normal(2500, 16), normal(2500, 16, seed=1)
