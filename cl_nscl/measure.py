@@ -95,7 +95,7 @@ def _similarities(names, chunks): # -> {metric: value} of two models
     for hs in chunks: similarity.update(list(hs))
     return similarity.result().pairs(PAIR_METRICS).set_index("metric").value.to_dict()
 
-# %% ../nbs/26_measure.ipynb #b0e22af0
+# %% ../nbs/26_measure.ipynb #a6775c89
 def _h(model, split, spec): return torch.cat([*features(model, split, spec)]).cpu()
 
 def downstream_rows(
@@ -111,9 +111,9 @@ def downstream_rows(
         h, h_test = _h(model, ds.train, spec), _h(model, ds.test, spec)
         label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="test")
         yield label | dict(metric="nccc") | _or_nan(lambda: 100 * nccc(h, ds.train.y, h_test, ds.test.y))
-        yield label | dict(metric="linear") | _or_nan(lambda: 100 * fit_linear_probe(h, ds.train.y, seed=r.p.seed).score(h_test, ds.test.y))
+        yield label | dict(metric="linear") | _or_nan(lambda: 100 * fit_linear_probe(h, ds.train.y, reg=1e-3).score(h_test, ds.test.y))
 
-# %% ../nbs/26_measure.ipynb #67193270
+# %% ../nbs/26_measure.ipynb #84a569ba
 def collapse_rows(
     runs: list[Run], # Each is measured by itself
     ds: Dataset, # Their data set
@@ -126,15 +126,15 @@ def collapse_rows(
         part, spec = reference(ds.train, n_ref), view_spec(r.p, ds)
         h, y = _h(load_model(r, step, ds, device), part, spec), part.y
         label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="train")
-        with_weights = lambda nc: lambda h, y: nc(h, y, *_classifier(h, y))
-        for metric, fn in dict(cdnv=cdnv, dcdnv=directional_cdnv, nc1=nc1, nc2_norms=lambda h, y: nc2(h, y).equinorm, nc2_angles=lambda h, y: nc2(h, y).equiangular,
-                               nc3=with_weights(lambda h, y, W, b: nc3(h, y, W)), nc4=with_weights(nc4)).items():
-            yield label | dict(metric=metric) | _or_nan(fn, h, y)
+        W, b = _classifier(h.double(), y)
+        for metric, fn in dict(cdnv=lambda: cdnv(h, y), dcdnv=lambda: directional_cdnv(h, y), nc1=lambda: nc1(h, y), nc2_norms=lambda: nc2(h, y).equinorm,
+                               nc2_angles=lambda: nc2(h, y).equiangular, nc3=lambda: nc3(h, y, W), nc4=lambda: nc4(h, y, W, b)).items():
+            yield label | dict(metric=metric) | _or_nan(fn)
 
-def _classifier(h, y): # -> weights [C, d] and biases [C] of the features as they are
-    probe = fit_linear_probe(h, y, reg=1e-3)
-    W = probe.W / probe.scale
-    return W, probe.b - W @ probe.mean
+def _classifier(h, y): # -> weights [C, d] and biases [C]: least squares on the indicators of the classes
+    x, indicator = h - h.mean(0), torch.nn.functional.one_hot(y).to(h)
+    W = (torch.linalg.pinv(x.T @ x, rtol=1e-10, hermitian=True) @ x.T @ indicator).T
+    return W, indicator.mean(0) - W @ h.mean(0)
 
 # %% ../nbs/26_measure.ipynb #761b95bf
 def loss_gap_rows(

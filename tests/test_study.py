@@ -121,7 +121,7 @@ def test_interrupted_study_resumes_without_retraining(tmp_path):
 
 
 def test_a_failed_run_is_reported_and_the_rest_is_made(tmp_path):
-    done = call("--experiment", "01_alignment", "03_temperature", "99_paper", "--set", "taus=[1e-300, 0.5]", cwd=tmp_path)
+    done = call("--experiment", "01_alignment", "03_temperature", "99_paper", "--set", "taus=[1.0e-300, 0.5]", cwd=tmp_path)
     folder = tmp_path/"results/digits"
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "1 of " in done.stderr and "log.txt" in done.stderr and "03_temperature was not made: it needs" in done.stderr
