@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat, pandas as pd, pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {"01_alignment.ipynb", "01_alignment.json", "alignment.csv", "runs.csv", "summary.html",
+FILES = {"01_alignment.ipynb", "01_alignment.json", "alignment.csv", "alignment_end.csv", "alignment_end.md", "claims.csv", "claims.md", "runs.csv", "summary.html",
          *(f"figure{n}.{ext}" for n in (1, 2) for ext in ("json", "svg", "png"))}
 
 
@@ -13,12 +13,12 @@ def call(*argv, cwd, timeout=300):
     return subprocess.run([sys.executable, "-m", *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
-def reproduce(cwd, *more): return call("cl_nscl.run", "reproduce", "digits", "--preset", "smoke", *more, cwd=cwd)
+def reproduce(cwd, *more): return call("cl_nscl.run", "reproduce", "digits", "--preset", "smoke", "--experiment", "01_alignment", *more, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    "One smoke study, run by the command line in a folder of its own."
+    "One experiment of the smoke study, run by the command line in a folder of its own."
     folder = tmp_path_factory.mktemp("study")
     done = reproduce(folder)
     assert done.returncode == 0, done.stdout + done.stderr
