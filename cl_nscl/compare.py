@@ -341,26 +341,25 @@ def _probed(name, h, y, test, level, clusters=None):
     for metric, fn in (("cdnv", cdnv), ("directional_cdnv", directional_cdnv), ("nc1", nc1), ("effective_rank", lambda h, y: effective_rank(h))):
         yield name, "", metric, fn(h, y), math.nan, math.nan
 
-# %% ../nbs/46_compare.ipynb #5b15272f
-def _whole_labels(what, a):
+# %% ../nbs/46_compare.ipynb #ae67e8a0
+def _whole_labels(what, a, N):
     "Labels as int64 [N]."
     if len(a.shape) != 1 or a.kind != "int": raise UserError(f"{what}: labels must be whole numbers [N], not {a.dtype} {list(a.shape)}")
-    return torch.cat([torch.as_tensor(np.asarray(c).astype(np.int64)) for c in a.chunks(1 << 20)]) if a.shape[0] else torch.zeros(0, dtype=torch.int64)
+    if a.shape[0] != N: raise UserError(f"{what}: {a.shape[0]} labels for {N} rows")
+    return torch.cat([torch.as_tensor(np.asarray(c).astype(np.int64)) for c in a.chunks(1 << 20)])
 
 def _labels(labels, rows):
     "The labels of the rows: given, in a file, or (`True`) in the models' files."
     N = rows[0].shape[0]
     if isinstance(labels, (str, Path)):
         path, key = _located(labels)
-        y = _whole_labels(path, _chosen(path, _arrays(path), key, ("y", "labels"), 1))
-    elif labels is not True: y = _whole_labels("labels", _memory(labels if isinstance(labels, torch.Tensor) else np.asarray(labels)))
-    else:
-        have = [r for r in rows if r.y]
-        if not have: raise UserError("labels: none of the models comes with labels (an array y or labels in its file); name a file with them")
-        y = _whole_labels(have[0].name, have[0].y)
-        for r in have[1:]:
-            if (bad := _whole_labels(r.name, r.y) != y).any(): raise UserError(f"model {r.name!r}, row {int(bad.nonzero()[0, 0])}: another label than in model {have[0].name!r}")
-    if len(y) != N: raise UserError(f"labels: {len(y)} labels for {N} rows")
+        return _whole_labels(path, _chosen(path, _arrays(path), key, ("y", "labels"), 1), N)
+    if labels is not True: return _whole_labels("labels", _memory(labels if isinstance(labels, torch.Tensor) else np.asarray(labels)), N)
+    have = [r for r in rows if r.y]
+    if not have: raise UserError("labels: none of the models comes with labels (an array y or labels in its file); name a file with them")
+    y = _whole_labels(have[0].name, have[0].y, N)
+    for r in have[1:]:
+        if (bad := _whole_labels(r.name, r.y, N) != y).any(): raise UserError(f"model {r.name!r}, row {int(bad.nonzero()[0, 0])}: another label than in model {have[0].name!r}")
     return y
 
 # %% ../nbs/46_compare.ipynb #c552bc69
@@ -400,7 +399,7 @@ def _all_probed(rows, y, draws, level, chunk, clusters, notes):
         notes += dict.fromkeys(f"{r.name}: {w.message}" for w in caught if w.category is UserWarning)
     return found
 
-# %% ../nbs/46_compare.ipynb #539e0dcc
+# %% ../nbs/46_compare.ipynb #4130b155
 def compare(
     models: dict, # Name -> features `[N, d_m]` (tensor or array), `Rows`, or a path of a feature file, a run's folder or a snapshot
     *,
@@ -418,8 +417,7 @@ def compare(
     rows = [_opened(name, m, dataset, split) for name, m in models.items()]
     _check(rows, chunk)
     N, notes = rows[0].shape[0], [*_notes(rows)]
-    clusters = None if clusters is None else _whole_labels("clusters", _memory(torch.as_tensor(clusters)))
-    if clusters is not None and len(clusters) != N: raise UserError(f"clusters: {len(clusters)} numbers for {N} rows")
+    clusters = None if clusters is None else _whole_labels("clusters", _memory(torch.as_tensor(clusters)), N)
     y = None if labels is None or labels is False else _labels(labels, rows)
     draws = None if y is None else _draws(y)
     try: found = _both_passes(rows, level, chunk, clusters)
@@ -432,21 +430,25 @@ def compare(
 
 
 
-# %% ../nbs/46_compare.ipynb #6b982809
+# %% ../nbs/46_compare.ipynb #d46855b6
 def similarity_heat(
     table: pd.DataFrame, # As `compare` returns it
     metric: str = "cka", # One of `PAIR_METRICS`
 ) -> object: # An Altair chart
     "The pairs of models as a square of colours, each model with itself on the diagonal."
     pairs = table[table.metric == pick({m: m for m in PAIR_METRICS}, metric, "metric")][["a", "b", "value"]]
+    if not len(pairs): raise ValueError(f"table: has no rows with metric {metric}")
     names = list(dict.fromkeys([*pairs.a, *pairs.b]))
     own = pd.DataFrame({"a": names, "b": names, "value": 0.0 if metric == "drift" else 1.0})
     square = pd.concat([pairs, pairs.rename(columns={"a": "b", "b": "a"}), own])
-    at = {n: i for i, n in enumerate(names)}
-    square = square.sort_values(["a", "b"], key=lambda c: c.map(at)).rename(columns={"a": "model", "b": "and model"})
-    return heat_chart(square, "Similarity of the models", x="model", y="and model", metric=metric)
+    square = square.assign(model=square.a.map(names.index), other=square.b.map(names.index)).rename(columns={"other": "and model"})
+    chart = heat_chart(square, "Similarity of the models", x="model", y="and model", metric=metric)
+    name = dict(zip(map(str, range(len(names))), names))                   # the chart knows positions: names must not be read as words
+    chart.data = chart.data.assign(**{c: chart.data[c].map(lambda n: name.get(n, n)) for c in ("col", "row")})
+    for axis in [c for layer in chart.layer for c in (layer.encoding.x, layer.encoding.y)]: axis["sort"] = [name.get(n, n) for n in axis["sort"]]
+    return chart
 
-# %% ../nbs/46_compare.ipynb #526689e4
+# %% ../nbs/46_compare.ipynb #1dd433b4
 def _names(paths):
     "A short name for each path: its last part, or all of it where that is not unique."
     last = [Path(p).stem if Path(p).suffix else Path(p).name or p for p in paths]
@@ -468,10 +470,12 @@ def _compare(args):
     write_atomic(out/"table.csv", table.to_csv(index=False).encode())
     files = [out/"table.csv", *save_chart(similarity_heat(table), out/"cka")]
     if args.json == "-": sys.stdout.write(text)
-    elif args.json: files.append(write_atomic(Path(args.json), text.encode()))
+    elif args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        files.append(write_atomic(Path(args.json), text.encode()))
     print("written:", *files, file=say)
 
-# %% ../nbs/46_compare.ipynb #7cf13584
+# %% ../nbs/46_compare.ipynb #fb9cf061
 def add_command(
     commands: object, # What `argparse.ArgumentParser.add_subparsers` returned
 ) -> argparse.ArgumentParser: # The parser of `compare`
@@ -479,7 +483,7 @@ def add_command(
     c = commands.add_parser("compare", help=_compare.__doc__, description=_compare.__doc__[0].upper() + _compare.__doc__[1:] + ".",
         epilog="A MODEL is a feature file (.npy, .npz, .safetensors, .pt; FILE:KEY names an array in it), a run's folder, or a snapshot in one.")
     c.add_argument("models", nargs="+", metavar="MODEL", help="at least two, with the same rows")
-    c.add_argument("--labels", nargs="?", const=True, metavar="FILE", help="add probes and collapse; labels from FILE, or without it from the models' own files")
+    c.add_argument("--labels", nargs="?", const=True, metavar="FILE", help="add probes and collapse; labels from FILE, or without it from the models' own files; stands after the models")
     c.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is the standard output")
     c.add_argument("--out", default="compare", metavar="FOLDER", help="where table.csv and the heat map go (default: compare)")
     c.add_argument("--level", type=float, default=0.95, help="coverage of the intervals (default: 0.95)")
