@@ -112,14 +112,14 @@ def distances(
             rows += [dict(objective=o, surrogate=name, metric=m, value=v) for m, v in values.items()]
     return rows
 
-# %% ../nbs/32_surrogate.ipynb #78264008
+# %% ../nbs/32_surrogate.ipynb #cb1a6fac
 def constants(
     r: Race,
     units, # From `flat`
     x: torch.Tensor, # A batch, `[B, ...]`
     y: torch.Tensor, # Its labels, `[B]`
     tau: float, # Temperature
-    iters: int = 15, # Power iterations
+    iters: int = 10, # Power iterations
 ) -> dict[str, float]: # beta, L_Sigma
     "Local smoothness of CL's batch loss and norm of the batch's Jacobian, the larger of both networks."
     loss = similarity_loss(units, x, y, "cl", tau)
