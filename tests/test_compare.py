@@ -194,7 +194,7 @@ def test_M08_M11_M14_rows_that_make_no_sense_are_named(tmp_path):
     refused(lambda: compare({"a": h, "b": torch.ones(3000, 4)}), "model 'b'", "constant")
     refused(lambda: compare({"a": h, "b": h[:2999]}), "model 'b': 2999 rows", "'a' has 3000")
     refused(lambda: compare({"a": h}), "two models"); refused(lambda: compare({"a": h[:3], "b": h[:3]}), "needs at least 4 rows")
-    for bad in (dict(level=1.0), dict(level=math.nan), dict(chunk=0), dict(dataset="digits"), dict(clusters=torch.zeros(7))): refused(lambda: compare({"a": h, "b": h + 1}, **bad), next(iter(bad)))
+    for bad in (dict(level=1.0), dict(level=math.nan), dict(chunk=0), dict(dataset="digits"), dict(clusters=torch.arange(7))): refused(lambda: compare({"a": h, "b": h + 1}, **bad), next(iter(bad)))
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors", ".pt"])
