@@ -125,7 +125,9 @@ def _bad_layers(df, x, names, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #d30b314a
+# %% ../nbs/40_plots.ipynb #c9466c3b
+_LABEL = "format(datum.value, ',~r')" # as an axis format, Vega would round 25 to 30 between far ticks
+
 def panel(
     df: pd.DataFrame, # One row a point, from `over_seeds`
     x: str, # The horizontal axis
@@ -143,10 +145,10 @@ def panel(
 ) -> alt.LayerChart:
     "One panel of lines with intervals, points, and marks for what cannot be drawn."
     few = df[x].nunique() <= 12
-    ax = alt.Axis(format=",~r", grid=False, labelOverlap=True, **(dict(values=sorted(df[x].unique().tolist())) if few else dict(tickCount=5)))
+    ax = alt.Axis(labelExpr=_LABEL, grid=False, labelOverlap=True, **(dict(values=sorted(df[x].unique().tolist())) if few else dict(tickCount=5)))
     kind = {False: "linear", True: "log"}
     X = alt.X(f"{x}:Q", title=title(x), axis=ax, scale=alt.Scale(type=kind[log_x], zero=False, nice=False, padding=8))
-    Y = lambda field: alt.Y(f"{field}:Q", title=y_title, axis=alt.Axis(format=".0e" if log_y else ",~r", tickCount=5),
+    Y = lambda field: alt.Y(f"{field}:Q", title=y_title, axis=alt.Axis(labelExpr="format(datum.value, '.0e')" if log_y else _LABEL, tickCount=5),
         scale=alt.Scale(type=kind[log_y], domain=list(domain), nice=not log_y))
     marked = df[x].nunique() <= 40
     colour, dash, shape = _encodings(names, series, marked)
