@@ -1,8 +1,9 @@
 """Time and memory of one forward and backward pass of the contrastive losses, beside other libraries.
 
-    python bench/losses.py            the table, as markdown (about five minutes)
+    python bench/losses.py            the table, as markdown (about four minutes on an idle machine)
 
 Times: medians over rounds in which every contestant runs once, as ratios to `cl_loss` of the same round (1 thread / 2 threads).
+A machine that others use tells little at 2 threads: each parallel region waits for the slower core. The load is printed.
 Memory: the peak resident size of a process of its own (VmHWM, reset after a small warm-up pass) above its size before the pass.
 Other libraries are optional: pip install lightly pytorch-metric-learning.
 """
@@ -87,7 +88,7 @@ def memory(name):
 
 
 def main():
-    losses, missing, cells = {}, [], {}
+    losses, missing, cells, load = {}, [], {}, [os.getloadavg()[0]]
     for name, make in CONTESTANTS.items():
         try: losses[name] = make()
         except ModuleNotFoundError as e: missing.append(f"{name}: {e.name} is not installed")
@@ -101,11 +102,13 @@ def main():
     for name in losses:
         out = subprocess.run([sys.executable, __file__, "memory", name], capture_output=True, text=True, check=True).stdout
         for B, mb in json.loads(out.splitlines()[-1]).items(): cells[name, int(B)].append(f"{mb:.0f} MB")
+    load.append(os.getloadavg()[0])
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown CPU")
-    print(f"One forward and backward pass, K = 2, d = {D}, float32, tau = {TAU}, B images (2 B rows); {cpu}, {os.cpu_count()} cores, torch {torch.__version__}.")
+    print(f"One forward and backward pass, K = 2, d = {D}, float32, tau = {TAU}, B images (2 B rows); {cpu}, {os.cpu_count()} cores, torch {torch.__version__}; load {load[0]:.1f} before, {load[1]:.1f} after.")
     print("First row: time with 1 thread, with 2 threads, peak extra memory. Other rows: time as a multiple of the first row's.\n")
     print("| | " + " | ".join(f"B = {B:,}" for B in SIZES) + " |\n" + "|---" * (len(SIZES) + 1) + "|")
     for name in losses: print(f"| {name} | " + " | ".join(" / ".join(cells[name, B]) for B in SIZES) + " |")
+    if max(load) > 1: print("\nOther work ran beside this: the values for 2 threads are not to be relied on.")
     for line in missing: print(f"\n{line}")
 
 

@@ -29,7 +29,19 @@ def _along(h, y, centres): # S [C, C]
     mu = centres.mu
     return _scatter(h, y, centres, lambda x, i: (x @ mu.T - (x * mu[i]).sum(1, keepdim=True)).square())
 
-# %% ../nbs/23_collapse.ipynb #748b12cf
+# %% ../nbs/23_collapse.ipynb #51d332ff
+def _distances2(mu): # [C, C]
+    size2 = mu.square().sum(1)
+    D2 = size2[:, None] + size2 - 2 * mu @ mu.T
+    for i in (D2 < 1e-6 * (size2[:, None] + size2)).nonzero().split(CHUNK):
+        D2[i[:, 0], i[:, 1]] = (mu[i[:, 0]] - mu[i[:, 1]]).square().sum(1)
+    return D2
+
+def _resolution(h, centres): # Means that are nearer to each other than this are the same
+    size2 = sum((x.double() - centres.mean).square().sum() for x in h.split(CHUNK)) / len(h)
+    return 1e-12 * size2.sqrt() + 1e-14 * centres.mean.norm()
+
+# %% ../nbs/23_collapse.ipynb #b1900369
 @dataclass(frozen=True)
 class Pairs:
     "CDNV of all pairs of classes."
@@ -49,19 +61,17 @@ def cdnv_pairs(
     h, y = rows(h, y)
     c = class_centres(h, y)
     if (C := len(c.classes)) < 2: raise ValueError(f"y: CDNV needs two classes with rows, not {C}")
-    D2 = torch.cdist(c.mu, c.mu, compute_mode="donot_use_mm_for_euclid_dist").square()
-    V = _variances(h, y, c)
-    size = ((c.n * (V + c.mu.square().sum(1))).sum() / len(h)).sqrt()          # of a row, seen from the mean of all
-    same = D2.sqrt() <= 1e-12 * size + 1e-14 * c.mean.norm()
+    D2 = _distances2(c.mu)
+    same = D2.sqrt() <= _resolution(h, c)
     left_out = int(same.sum() - C) // 2
     if left_out == C * (C - 1) // 2: raise ValueError("h: all classes have the same mean, CDNV is infinite")
-    S = _along(h, y, c) / D2 if directional else V[:, None].expand(C, C)
+    S = _along(h, y, c) / D2 if directional else _variances(h, y, c)[:, None].expand(C, C)
     return Pairs(c.classes, ((S + S.T) / (2 * D2)).masked_fill(same, math.nan), left_out)
 
-# %% ../nbs/23_collapse.ipynb #736e7c03
+# %% ../nbs/23_collapse.ipynb #2791e48e
 def _mean(pairs):
     "The mean over pairs, with a warning where some are left out."
-    if pairs.left_out: warnings.warn(f"{pairs.left_out} pairs of classes with identical means left out of CDNV", stacklevel=3)
+    if pairs.left_out: warnings.warn(f"CDNV leaves out pairs of classes with identical means: {pairs.left_out} of them", stacklevel=3)
     return pairs.mean
 
 def cdnv(
@@ -78,27 +88,28 @@ def directional_cdnv(
     "Directional CDNV, averaged over the pairs of classes."
     return _mean(cdnv_pairs(h, y, directional=True))
 
-# %% ../nbs/23_collapse.ipynb #11bd0f48
-def _means(h, y): # checked rows, Centres, M [C, d]
+# %% ../nbs/23_collapse.ipynb #e0fe3d97
+def _means(h, y): # checked rows, Centres, M [C, d], the length below which a mean is rounding
     h, y = rows(h, y)
     c = class_centres(h, y)
     if (C := len(c.classes)) < 2: raise ValueError(f"y: neural collapse needs two classes with rows, not {C}")
-    return h, y, c, c.mu - c.mu.mean(0)
+    M, least = c.mu - c.mu.mean(0), _resolution(h, c)
+    if not (M.norm(dim=1) > least).any(): raise ValueError("h: all classes have the same mean, neural collapse is not defined")
+    return h, y, c, M, least
 
 def nc1(
     h: torch.Tensor, # Features `[N, d]`
     y: torch.Tensor, # Labels `[N]`
 ) -> float: # At least 0
     "Variability within classes against that between them."
-    h, y, c, M = _means(h, y)
+    h, y, c, M, least = _means(h, y)
     C = len(M)
     _, s, Vh = torch.linalg.svd(M / C**0.5, full_matrices=False)
-    keep = s > 1e-10 * s[0]
-    if not keep.any(): raise ValueError("h: all classes have the same mean, NC1 is infinite")
+    keep = s > max(1e-10 * s[0], least)
     T = (Vh[keep] / s[keep, None]).T
     return float(_scatter(h, y, c, lambda x, i: (x @ T).square().sum(1)).mean()) / C
 
-# %% ../nbs/23_collapse.ipynb #6ccc7510
+# %% ../nbs/23_collapse.ipynb #9ed05b7a
 class NC2(NamedTuple):
     "How far the class means are from a simplex; all 0 when they form one."
     equinorm: float # Standard deviation over mean of their lengths
@@ -110,22 +121,22 @@ def nc2(
     y: torch.Tensor, # Labels `[N]`
 ) -> NC2:
     "Lengths and angles of the centred class means."
-    *_, c, M = _means(h, y)
+    *_, c, M, least = _means(h, y)
     size, C = M.norm(dim=1), len(M)
-    if not (size > 1e-12 * size.max()).all(): raise ValueError(f"h: the mean of class {int(c.classes[size.argmin()])} is the mean of all classes and has no direction")
+    if not (size > least).all(): raise ValueError(f"h: the mean of class {int(c.classes[size.argmin()])} is the mean of all classes and has no direction")
     cos = ((M / size[:, None]) @ (M / size[:, None]).T)[~torch.eye(C, dtype=torch.bool, device=M.device)]
     return NC2(float(size.std(correction=0) / size.mean()), float(cos.std(correction=0)), float((cos + 1 / (C - 1)).abs().mean()))
 
-# %% ../nbs/23_collapse.ipynb #f56ff35c
+# %% ../nbs/23_collapse.ipynb #8d40a5c7
 def nc3(
     h: torch.Tensor, # Features `[N, d]`
     y: torch.Tensor, # Labels `[N]`
     W: torch.Tensor, # Weights of a linear classifier of these features, `[C, d]`, classes ascending
 ) -> float: # In [0, 4]
     "Distance of the classifier's weights and the centred class means, both scaled to length one."
-    *_, M = _means(h, y)
+    *_, M, _ = _means(h, y)
     W = _weights(W, M)
-    if not (W.any() and M.any()): raise ValueError("W and the centred class means: neither may be all zero")
+    if not W.any(): raise ValueError("W: all weights are zero")
     return float((W / W.norm() - M / M.norm()).square().sum())
 
 def _weights(W, M):
@@ -134,7 +145,7 @@ def _weights(W, M):
     if W.shape != M.shape: raise ValueError(f"W: must be [C, d] = {list(M.shape)}, a row for each class with rows in y, not {list(W.shape)}")
     return W
 
-# %% ../nbs/23_collapse.ipynb #e42a2755
+# %% ../nbs/23_collapse.ipynb #4863835d
 def nc4(
     h: torch.Tensor, # Features `[N, d]`
     y: torch.Tensor, # Labels `[N]`
@@ -142,7 +153,7 @@ def nc4(
     b: torch.Tensor | None = None, # Its biases, `[C]`; `None`: none
 ) -> float: # In [0, 1]; 1: they always agree
     "How often the classifier decides as the nearest class centre does."
-    h, y, c, M = _means(h, y)
+    h, y, c, M, _ = _means(h, y)
     W = _weights(W, M)
     b = torch.zeros_like(W[:, 0]) if b is None else finite_rows(b[:, None], "b")[:, 0].to(W)
     guess = torch.cat([(x.double() @ W.T + b).argmax(1) for x in h.split(CHUNK)])

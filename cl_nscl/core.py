@@ -62,13 +62,13 @@ def par(
     "Declare a field of `Params`."
     return field(default=default, metadata=dict(doc=doc, lo=lo, hi=hi, above=above, choices=choices, named=named))
 
-# %% ../nbs/00_core.ipynb #c1806f20
+# %% ../nbs/00_core.ipynb #7c4f386f
 @dataclass(frozen=True, kw_only=True)
 class Params:
     "Everything that determines a run. Two runs with equal parameters are the same run."
     dataset: str = par("digits", "name of the data set")
     root: str = par("", "folder that holds the data; empty: the user's cache folder", named=False)
-    classes: tuple[int, ...] = par((), "original class ids to keep, in this order; empty: all")
+    classes: tuple[int, ...] = par((), "original class ids to keep, in this order; empty: the default of the data set, mostly all")
     n_train: int = par(0, "training samples, drawn per class; 0: all", lo=0)
     size: int = par(32, "side of the images in pixels, after loading", lo=4)
     K: int = par(2, "views of each image", lo=2)

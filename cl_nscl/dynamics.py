@@ -4,17 +4,16 @@
 
 # %% auto #0
 __all__ = ['ROW_WEIGHTS', 'row_weights', 'row_loss', 'row_step', 'Descent', 'start', 'advance', 'descend', 'centred',
-           'off_diagonal', 'matrix_cka', 'matrix_rsa', 'matrix_rho', 'matrix_r', 'drift_bounds', 'snapshot',
-           'similarity_descent', 'spectral_norm', 'smoothness']
+           'off_diagonal', 'matrix_cka', 'matrix_rsa', 'matrix_rho', 'matrix_r', 'drift_bounds', 'similarity_rows',
+           'snapshot', 'similarity_descent', 'spectral_norm', 'smoothness']
 
-# %% ../nbs/31_dynamics.ipynb #a4a8c959
-import itertools, math
+# %% ../nbs/31_dynamics.ipynb #88370fc2
+import itertools, math, warnings
 from dataclasses import dataclass, field
 
 import numpy as np, pandas as pd, torch
 
-from .bounds import (Delta_counts, Delta_sharp, cka_bound, corollary1, corollary2, eps, eps_sharp, expansion,
-                            log_sharp_drift_path, log_theorem1, rsa_bound)
+from .bounds import Delta_counts, Delta_sharp, cka_bound, corollary1, eps, eps_sharp, expansion, log_sharp_drift_path, log_theorem1
 from .core import generator, pick
 
 # %% ../nbs/31_dynamics.ipynb #f16b40e9
@@ -94,7 +93,7 @@ def start(
     if project: S = S.clamp(-1, 1)
     return Descent(tuple(objectives), S.repeat(2, 1, 1), tau, project, torch.zeros(len(S)).double(), torch.full((len(S),), 0. if has_prior else math.nan).double())
 
-# %% ../nbs/31_dynamics.ipynb #ccc716e1
+# %% ../nbs/31_dynamics.ipynb #1c5f31bb
 def advance(
     d: Descent, # Changed in place
     b: torch.Tensor, # Positions of the batch, `[B]`, distinct
@@ -104,18 +103,18 @@ def advance(
 ) -> None:
     "One step of both runs on one batch, and of the certificates."
     N, B = d.Sigma.shape[-1], len(b)
-    block = (b[:, None] * N + b).flatten()
-    X = d.Sigma.view(2, -1).index_select(1, block).view(1, 2, B, B)
+    block = (torch.tensor([0, N * N])[:, None, None] + b[:, None] * N + b).flatten()
+    X = d.Sigma.view(-1).index_select(0, block).view(1, 2, B, B)
     W, P = (torch.stack(w)[:, None] for w in zip(*(row_weights(o, y[b], K) for o in d.objectives)))
     step = row_step(X, W.log_(), P, eta, d.tau, d.project)                # [objective, matrix, B, B]
     m = (step[0] - step[1]).norm(dim=-1)                                  # [matrix, B]
     q = float(expansion(eta, d.tau, B))
     d.c[b] = q * d.c[b] + m.min(0).values
     d.c_sum = q * d.c_sum + m.norm(dim=1).min().item()
-    same = y[b].unique(return_inverse=True, return_counts=True)
-    n = (same[2][same[1]] - 1).numpy()
-    if not d.prior[0].isnan(): d.prior[b] = q * d.prior[b] + torch.from_numpy(eta / (d.tau * B) * Delta_counts(n, B - 1 - n, d.tau))
-    d.Sigma.view(2, -1).index_copy_(1, block, torch.stack([step[0, 0], step[1, 1]]).view(2, -1))
+    if not d.prior[0].isnan():
+        n = (y[b][:, None] == y[b]).sum(1).numpy() - 1                   # |S_i|
+        d.prior[b] = q * d.prior[b] + torch.from_numpy(eta / (d.tau * B) * Delta_counts(n, B - 1 - n, d.tau))
+    d.Sigma.view(-1).index_copy_(0, block, torch.stack([step[0, 0], step[1, 1]]).flatten())
     d.etas.append(eta)
 
 # %% ../nbs/31_dynamics.ipynb #e9765403
@@ -159,7 +158,11 @@ def off_diagonal(
     "The entries i != j, without the diagonal."
     return S.flatten()[1:].view(len(S) - 1, len(S) + 1)[:, :-1].flatten()
 
-# %% ../nbs/31_dynamics.ipynb #70e5fb3e
+# %% ../nbs/31_dynamics.ipynb #6611d38c
+def _centred_pairs(S):
+    a = off_diagonal(S)
+    return a - a.mean()
+
 def _cosine(a, b, what: str) -> float:
     for name, v in (("first", a), ("second", b)):
         if not v.isfinite().all(): raise ValueError(f"the {name} matrix must be finite")
@@ -174,14 +177,13 @@ def matrix_cka(
     "CKA of two similarity matrices: the cosine of the centred matrices."
     return _cosine(centred(S1), centred(S2), "CKA")
 
-# %% ../nbs/31_dynamics.ipynb #7cbea241
+# %% ../nbs/31_dynamics.ipynb #390619e1
 def matrix_rsa(
     S1: torch.Tensor, # Symmetric similarities, `[N, N]` float64
     S2: torch.Tensor, # Of the same samples, `[N, N]` float64
 ) -> float: # Pearson correlation, in [-1, 1]
     "RSA of two similarity matrices: the correlation of their off-diagonal entries."
-    a, b = off_diagonal(S1), off_diagonal(S2)
-    return _cosine(a - a.mean(), b - b.mean(), "RSA")
+    return _cosine(_centred_pairs(S1), _centred_pairs(S2), "RSA")
 
 # %% ../nbs/31_dynamics.ipynb #59a9e78a
 def matrix_rho(
@@ -191,14 +193,13 @@ def matrix_rho(
     "Relative deviation of the centred similarities."
     return (centred(S2 - S1).norm() / centred(S1).norm()).item()
 
-# %% ../nbs/31_dynamics.ipynb #a3087f62
+# %% ../nbs/31_dynamics.ipynb #141ac526
 def matrix_r(
     S1: torch.Tensor, # The reference, symmetric, `[N, N]` float64
     S2: torch.Tensor, # Of the same samples, `[N, N]` float64
 ) -> float: # ||b - a||_2 / (sqrt(M) sigma_D)
     "Relative deviation of the dissimilarities."
-    a, b = off_diagonal(S1), off_diagonal(S2)
-    return ((b - a).norm() / (a - a.mean()).norm()).item()
+    return (off_diagonal(S2 - S1).norm() / _centred_pairs(S1).norm()).item()
 
 # %% ../nbs/31_dynamics.ipynb #84f411f6
 def drift_bounds(
@@ -217,7 +218,28 @@ def drift_bounds(
         return logs | dict(prior=np.log(d.prior.norm().item()), apriori=log_sharp_drift_path(d.etas, d.tau, B, Delta_sharp(share, d.tau))[-1],
                            paper=log_theorem1(sum(d.etas), d.tau, B, pi_max, eps(T, B, delta)))
 
-# %% ../nbs/31_dynamics.ipynb #61aeaf35
+# %% ../nbs/31_dynamics.ipynb #c76faceb
+def similarity_rows(
+    metric: str, # cka or rsa
+    S1: torch.Tensor, # The reference, symmetric, `[N, N]` float64
+    S2: torch.Tensor, # Of the same samples
+    logs: dict[str, float], # Natural logarithms of bounds on their Frobenius distance, by source
+) -> list[tuple]: # (metric, source, value)
+    "CKA with rho, or RSA with r, and every lower bound; one row with `nan`, and a warning, where it is undefined."
+    measure, name, deviate, part = dict(cka=(matrix_cka, "rho", matrix_rho, centred), rsa=(matrix_rsa, "r", matrix_r, _centred_pairs))[metric]
+    try: true = measure(S1, S2)
+    except ValueError as e:
+        warnings.warn(f"{metric} is nan: {e}")
+        return [(metric, "true", math.nan)]
+    norm1, x = part(S1).norm().item(), deviate(S1, S2)
+    norm = max(norm1, part(S2).norm().item())
+    rows = [(metric, "true", true), (name, "true", x), (metric, "deviation_paper", corollary1(x)), (metric, "deviation", cka_bound(x * norm1 / norm))]
+    for source, log in logs.items():
+        bound, scale = (corollary1, norm1) if source == "paper" else (cka_bound, norm)
+        rows.append((metric, source, bound(np.exp(min(log - math.log(scale), 700.)))))   # past 1 nothing is certified, however far
+    return rows
+
+# %% ../nbs/31_dynamics.ipynb #845b407a
 def snapshot(
     d: Descent, # The runs
     y, # Labels of the whole set, `[N]`
@@ -227,17 +249,10 @@ def snapshot(
 ) -> list[dict]: # Rows with metric, source, value
     "Drift, rho, r, CKA, RSA, and every bound on them, now."
     S1, S2 = ((S + S.T) / 2 for S in d.Sigma)
-    drift = (d.Sigma[0] - d.Sigma[1]).norm().item()
-    norms = [(centred(S).norm().item(), off_diagonal(S).std(correction=0).item() * math.sqrt(len(S) * (len(S) - 1))) for S in (S1, S2)]
-    rho, r = matrix_rho(S1, S2), matrix_r(S1, S2)
-    largest = [norm / max(pair) for norm, pair in zip(norms[0], zip(*norms))]   # the reference's norm over the larger one
-    rows = [("drift", "true", drift), ("log_drift", "true", math.log(drift) if drift else -math.inf), ("rho", "true", rho), ("r", "true", r),
-            ("cka", "true", matrix_cka(S1, S2)), ("rsa", "true", matrix_rsa(S1, S2)), ("cka", "deviation_paper", corollary1(rho)), ("rsa", "deviation_paper", corollary2(r)),
-            ("cka", "deviation", cka_bound(rho * largest[0])), ("rsa", "deviation", rsa_bound(r * largest[1]))]
-    for source, log in drift_bounds(d, y, B, T, delta).items():
-        cka, rsa, scale = (corollary1, corollary2, norms[0]) if source == "paper" else (cka_bound, rsa_bound, [max(pair) for pair in zip(*norms)])
-        relative = [np.exp(min(log - math.log(s), 700.)) for s in scale]        # past 1 nothing is certified, however far
-        rows += [("log_drift", source, log), ("cka", source, cka(relative[0])), ("rsa", source, rsa(relative[1]))]
+    drift, logs = (d.Sigma[0] - d.Sigma[1]).norm().item(), drift_bounds(d, y, B, T, delta)
+    rows = [("drift", "true", drift), ("log_drift", "true", math.log(drift) if drift else -math.inf)]
+    rows += [("log_drift", source, log) for source, log in logs.items()]
+    rows += similarity_rows("cka", S1, S2, logs) + similarity_rows("rsa", S1, S2, logs)
     return [dict(metric=m, source=s, value=float(v)) for m, s, v in rows]
 
 # %% ../nbs/31_dynamics.ipynb #cf68ac7d

@@ -98,13 +98,13 @@ class _RowLogSumExp(torch.autograd.Function):
                 _add_gradient(du, E, g[a:b, None] / (S * ctx.tau), u, a, b)
         return du, None, None, None, None
 
-# %% ../nbs/11_losses.ipynb #62fdeeb8
+# %% ../nbs/11_losses.ipynb #299ac897
 def _contrast(u, pull, group, tau, reduction, chunk, valid=None):
     "Mean over the valid anchors, or each anchor's value, of log-sum-exp outside the group minus `pull` `[K B]`."
     if reduction not in ("mean", "none"): raise ValueError(f"reduction must be 'mean' or 'none', not {reduction!r}")
     if chunk is not None and (type(chunk) is not int or chunk < 0): raise ValueError(f"chunk must be a whole number >= 0 or None, not {chunk!r}")
     rows = len(u)
-    if chunk is None: chunk = max(64, 2**(20 if u.device.type == "cpu" else 25) // rows)
+    if chunk is None: chunk = max(64, 2**(22 if u.device.type == "cpu" else 25) // rows)
     if chunk:
         w = None if reduction == "none" else u.new_full((rows,), 1/rows) if valid is None else valid.to(u.dtype) / valid.sum()
         lse = _RowLogSumExp.apply(u, group, tau, chunk, w)

@@ -6,16 +6,16 @@
 __all__ = ['NotebookFailed', 'check_notebook', 'execute', 'made_from', 'make', 'make_all', 'collect', 'Incomplete', 'reproduce',
            'forecast', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #8247c7b6
+# %% ../nbs/50_run.ipynb #627d2f26
 import argparse, concurrent.futures, contextlib, hashlib, json, os, sys, tempfile, time
 from pathlib import Path
 
 import nbformat, pandas as pd, papermill, yaml
 from traitlets.config import Config
 
-from . import __version__
+from . import __version__, calculator, compare
 from .core import UserError
-from .plan import POINTS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, plan, shipped, study, study_files, study_values, train_plan
+from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, plan, shipped, study, study_files, study_values, train_plan
 from .report import claims_table, load_results, markdown, summary_html
 from .store import Run, write_atomic
 from .twins import Diverged
@@ -71,7 +71,7 @@ def _remove(name, folder): # what an earlier call left -> where a failed noteboo
     for old in (f"{name}.ipynb", f"{name}.json", f"{name}.failed.ipynb"): (folder/old).unlink(missing_ok=True)
     return folder/f"{name}.failed.ipynb"
 
-# %% ../nbs/50_run.ipynb #69ee8961
+# %% ../nbs/50_run.ipynb #acc2a589
 def made_from(
     s: Study,
     name: str, # An experiment
@@ -79,7 +79,7 @@ def made_from(
     "A hash of everything that an executed notebook depends on."
     package = sorted(Path(sys.modules[study.__module__].__file__).parent.glob("*.py"))
     files = [shipped("experiments")/f"{name}.ipynb", *package]
-    if not POINTS[name](s): files += [p for d in (s.dataset, *s.compare) for p in sorted((Path(s.out)/d).glob("0*_*.json"))]
+    if name in READERS: files += [p for d in (s.dataset, *s.compare) for p in sorted((Path(s.out)/d).glob("0*_*.json"))]
     asked = {k: v for k, v in study_values(s).items() if k != "jobs"}
     return hashlib.sha256(b"\0".join([json.dumps([asked, [r.id for r in plan(s, [name])]]).encode(), *(p.read_bytes() for p in files)])).hexdigest()[:16]
 
@@ -103,7 +103,7 @@ def make(
     except NotebookFailed as e: return str(e)
     return ""
 
-# %% ../nbs/50_run.ipynb #bf92e5ca
+# %% ../nbs/50_run.ipynb #65e9d0d9
 def make_all(
     s: Study,
     names: list[str], # Experiments
@@ -111,7 +111,7 @@ def make_all(
 ) -> list[str]: # What went wrong
     "Bring the notebooks up to date, as many at a time as there are jobs; those that read the others' results come last."
     os.environ.setdefault("OMP_NUM_THREADS", str(s.threads)) # for the kernels
-    first, last = [n for n in names if POINTS[n](s)], [n for n in names if not POINTS[n](s)]
+    first, last = [n for n in names if n not in READERS], [n for n in names if n in READERS]
     with concurrent.futures.ThreadPoolExecutor(jobs_of(s.jobs, device_of(s))) as pool:
         wrong = list(pool.map(lambda n: make(s, n, folder), first))
     return [w for w in wrong + [make(s, n, folder) for n in last] if w]
@@ -200,7 +200,7 @@ def _params(args):
     s = study(layered(*args.name))
     for f in STUDY_FIELDS: print(f"{f.name:<14} {str(getattr(s, f.name)):<12} {f.metadata['doc']}")
 
-# %% ../nbs/50_run.ipynb #32eac021
+# %% ../nbs/50_run.ipynb #77bfd449
 def parser() -> argparse.ArgumentParser:
     "The command line `cl-nscl`."
     top = argparse.ArgumentParser("cl-nscl", description="How closely does self-supervised contrastive learning track its supervised twin?")
@@ -221,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--dry-run", action="store_true", help="list the runs, say which exist and how long the others will take; train nothing")
     c = add(_params)
     c.add_argument("name", nargs="*", help="data set and presets")
+    compare.add_command(commands); calculator.add_command(commands)
     return top
 
 # %% ../nbs/50_run.ipynb #da6e61c7

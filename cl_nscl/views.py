@@ -152,7 +152,7 @@ def adjust_hue(
     pure = torch.stack([(h - 3).abs_().sub_(1), (h - 2).abs_().neg_().add_(2), (h - 4).abs_().neg_().add_(2)], 1)
     return pure.clamp_(0, 1).mul_(c[:, None]).add_(low[:, None])
 
-# %% ../nbs/02_views.ipynb #228b0ff7
+# %% ../nbs/02_views.ipynb #11a085d8
 ORDERS = torch.tensor(list(permutations(range(4)))) # [24, 4]
 JITTER = dict(brightness=adjust_brightness, contrast=adjust_contrast, saturation=adjust_saturation, hue=adjust_hue)
 
@@ -168,6 +168,7 @@ def jitter_values(
     lo = torch.where(middle == 1, (middle - s).clamp(min=0), -s)
     return torch.where((s == 0)[order] & (order >= 0), -1, order), lo + (middle + s - lo) * u[:, [COLUMNS[k] for k in JITTER]]
 
+# %% ../nbs/02_views.ipynb #485ae171
 def colour_jitter(
     x: Tensor, # Pixels in [0, 1], float32 [B, channels, H, W]
     order: Tensor, # The operation at each position, int64 [B, 4]; -1: none
@@ -181,7 +182,7 @@ def colour_jitter(
             if len(i): x.index_copy_(0, i, fn(x.index_select(0, i), factors[i, op]))
     return x
 
-# %% ../nbs/02_views.ipynb #b4e5bcd0
+# %% ../nbs/02_views.ipynb #48b15aa3
 def blur_weights(
     sigma: Tensor, # Standard deviations in pixels, float32 [B]
     n: int, # Pixels of the image along the axis
@@ -196,6 +197,7 @@ def blur_weights(
     for k in range(2 * radius + 1): w[:, torch.arange(n), source[:, k]] += taps[:, k, None]
     return w
 
+# %% ../nbs/02_views.ipynb #c3accdb1
 def gaussian_blur(
     x: Tensor, # Pixels, float32 [B, channels, S, S]
     sigma: Tensor, # Standard deviations in pixels, float32 [B]
@@ -222,7 +224,7 @@ def normalise(
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (spec.mean, spec.std))
     return (x - mean) / std
 
-# %% ../nbs/02_views.ipynb #c568815f
+# %% ../nbs/02_views.ipynb #0277fdc0
 def one_view(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     u: Tensor, # Uniform numbers, float32 [B, P]
@@ -237,6 +239,7 @@ def one_view(
     if len(i): x[i] = gaussian_blur(x[i], 0.1 + 1.9 * u[i, COLUMNS["sigma"]])
     return normalise(x, spec)
 
+# %% ../nbs/02_views.ipynb #541bd4fd
 def views(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     u: Tensor, # Uniform numbers in [0, 1), float32 [B, K, P]

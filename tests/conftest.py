@@ -2,6 +2,8 @@
 import os
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1" # of every process that a test starts, too
+
 import pytest, torch
 
 ROOT = Path(__file__).resolve().parent.parent

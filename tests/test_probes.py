@@ -1,4 +1,4 @@
-"""Probes: handed faults, scikit-learn as a second opinion, refusals."""
+"""Probes: known faults, scikit-learn as a second opinion, refusals."""
 import math, warnings
 
 import numpy as np, pytest, torch

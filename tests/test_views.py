@@ -173,3 +173,21 @@ def test_extreme_rows_stay_finite_and_within_range():
     for v in (0.0, 0.5, 1 - 2**-24):
         z = views(x, torch.full((6, 2, 32), v), hot)
         assert z.isfinite().all() and z.min() >= -1e-6 and z.max() <= 1 + 1e-6
+
+
+@pytest.mark.slow
+def test_a_small_network_learns_the_classes_of_textures_from_views():
+    ds = load_dataset("textures", n_train=6000)
+    spec = view_spec(Params(), ds)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        block = lambda i, o, stride: [torch.nn.Conv2d(i, o, 3, stride, 1, bias=False), torch.nn.BatchNorm2d(o), torch.nn.ReLU()]
+        net = torch.nn.Sequential(*block(3, 16, 1), *block(16, 32, 2), *block(32, 64, 2), *block(64, 64, 2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 20))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for epoch in range(2):
+        u = uniforms(0, epoch, 6000, 1)
+        for i, x, y in loader(ds.train, batches(0, epoch, 6000, 128)):
+            optimizer.zero_grad(); torch.nn.functional.cross_entropy(net(views(x, u[i], spec)[0]), y).backward(); optimizer.step()
+    net.eval()
+    with torch.no_grad(): right = net(eval_view(ds.test.x, spec)).argmax(1) == ds.test.y
+    assert right.double().mean() > 0.3                                           # chance is 0.05

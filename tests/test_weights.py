@@ -1,4 +1,4 @@
-"""The weight gap: handed faults, wrappers, refusals, and properties that hold for any weights."""
+"""The weight gap: known faults, wrappers, refusals, and properties that hold for any weights."""
 import copy, warnings
 
 import pytest, torch
