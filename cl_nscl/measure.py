@@ -160,7 +160,7 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #90101952
+# %% ../nbs/26_measure.ipynb #a357c2ed
 MEASURE_VERSION = 2 # goes up when the same runs would give other rows
 COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
 MEASURES = {"alignment": pair_rows, "downstream": downstream_rows, "collapse": collapse_rows, "loss_gap": loss_gap_rows}
@@ -182,7 +182,8 @@ def measured(
         rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS]
         file.parent.mkdir(exist_ok=True)
         write_atomic(file, rows.to_csv(index=False).encode())
-    return pd.read_csv(file, float_precision="round_trip", na_values={"value": [""]}, keep_default_na=False)
+    exact = lambda text: text.map(lambda v: float(v or "nan")) # every digit; pandas' own parser may drop the last one
+    return pd.read_csv(file, dtype={"epoch": str, "value": str}, keep_default_na=False).assign(epoch=lambda d: exact(d.epoch), value=lambda d: exact(d.value))
 
 # %% ../nbs/26_measure.ipynb #3cdd1602
 def alignment(

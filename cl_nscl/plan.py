@@ -295,8 +295,8 @@ def tasks(
         groups = split
     return groups
 
-# %% ../nbs/45_plan.ipynb #752c1c9d
-def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr_rule="linear", warmup=0., snapshots=1, seed=0)
+# %% ../nbs/45_plan.ipynb #589c467c
+def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr=1e-9, lr_rule="linear", warmup=0., snapshots=1, seed=0)
 
 def _seconds(p, device): # of one image of a batch
     torch_threads = torch.get_num_threads()
@@ -313,7 +313,7 @@ def _seconds(p, device): # of one image of a batch
         return timed(p.B) if p.B > small and rough * p.B < 0.7 else rough
     finally: torch.set_num_threads(torch_threads)
 
-# %% ../nbs/45_plan.ipynb #f310eeb7
+# %% ../nbs/45_plan.ipynb #9ce04e03
 def estimate(
     runs: list[Run], # Those that are done cost nothing
     jobs: int, # Processes
@@ -322,7 +322,7 @@ def estimate(
     "About how long training will take."
     cost, groups = {}, tasks([r for r in runs if not r.done], jobs)
     for g in groups:
-        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(g[0].p, device)
+        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes, n_train=g[0].p.n_train), device)
     return sum(images(r) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
 
 # %% ../nbs/45_plan.ipynb #8c8f60a7

@@ -139,7 +139,7 @@ def collect(
 def _runs_table(paths): # id, parameters and provenance of each run
     return pd.DataFrame([dict(run=p.name) | json.loads((p/"params.json").read_text()) | json.loads((p/"done.json").read_text()) for p in paths if (p/"done.json").exists()])
 
-# %% ../nbs/50_run.ipynb #e9e74d82
+# %% ../nbs/50_run.ipynb #7e6b234f
 class Incomplete(RuntimeError):
     "Some runs or notebooks of a study failed; the rest is there."
 
@@ -157,6 +157,7 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     wrong += make_all(s, names, folder)
     table = collect(s, folder, wrong)
+    if "01_alignment" in names and (end := folder/"alignment_end.csv").exists(): print(f"\nat the end of training\n{pd.read_csv(end).to_string(index=False)}")
     if len(table): print(f"\n{table.drop(columns='unit').to_string(index=False)}")
     print(f"\n{sum(r.done for r in todo)} of {len(runs)} runs trained, {duration(time.time() - start)}\nresults: {folder}\nsummary: {folder/'summary.html'}")
     if wrong: raise Incomplete("\n".join(wrong))
