@@ -106,3 +106,10 @@ def test_layers_do_not_mix():
 
 def test_modules_import():
     for name in _order(): import_module(f"cl_nscl.{name}")
+
+
+def test_the_ledger_lists_every_random_stream():
+    ledger = next(source(c) for c in cells(ROOT/"nbs/00_core.ipynb") if source(c).startswith("## The randomness ledger"))
+    for name in _order():
+        for word in re.findall(r'(?:generator|key_seed|seeded)\([\w.]+, "(\w+)"', (ROOT/"cl_nscl"/f"{name}.py").read_text()):
+            assert f'"{word}"' in ledger, f"{name} draws from {word!r}"
