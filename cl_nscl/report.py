@@ -7,12 +7,13 @@ __all__ = ['mean_interval', 'number', 'final_table', 'verdict', 'slopes', 'claim
            'claims_table', 'sweep_table', 'paper_table1', 'Results', 'markdown', 'save_results', 'load_results',
            'summary_html']
 
-# %% ../nbs/41_report.ipynb #4e29d119
+# %% ../nbs/41_report.ipynb #3ea9c4c7
 import html, json, math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import altair as alt, numpy as np, pandas as pd
+from PIL import Image
 from scipy import stats
 
 from .plots import over_seeds, save_chart
@@ -169,7 +170,7 @@ def markdown(
     line = lambda cells: "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
     return "\n".join([line(table.columns), line("---" for _ in table.columns), *map(line, table.itertuples(index=False))]) + "\n"
 
-# %% ../nbs/41_report.ipynb #7e367ab2
+# %% ../nbs/41_report.ipynb #3948a43e
 def save_results(
     r: Results,
 ) -> list[Path]: # Every file, the manifest last
@@ -179,9 +180,13 @@ def save_results(
     manifest.unlink(missing_ok=True)
     files = [write_atomic(r.folder/f"{n}.csv", t.to_csv(index=False).encode()) for n, t in (r.rows | r.tables).items()]
     files += [write_atomic(r.folder/f"{n}.md", markdown(t).encode()) for n, t in r.tables.items()]
-    for n, c in r.charts.items(): files += save_chart(c, r.folder/n)
+    for n, c in r.charts.items(): files += [_small(f) if f.suffix == ".png" else f for f in save_chart(c, r.folder/n)]
     text = dict(name=r.name, title=r.title, files=[f.name for f in files], tables=[*r.tables], charts=[*r.charts], claims=r.claims, runs=r.runs, params=r.params)
     return [*files, write_atomic(manifest, (json.dumps(text, indent=1, default=list) + "\n").encode())]
+
+def _small(png): # a chart has few colours: a palette makes the file some eight times smaller
+    Image.open(png).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(png, optimize=True)
+    return png
 
 # %% ../nbs/41_report.ipynb #87d4d3a7
 def load_results(
@@ -191,10 +196,10 @@ def load_results(
     found = [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9][0-9]_*.json"))]
     return [m for m in found if all((folder/f).exists() for f in m["files"])]
 
-# %% ../nbs/41_report.ipynb #0288d923
+# %% ../nbs/41_report.ipynb #92db0cd1
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}
 table{border-collapse:collapse;font-size:.9rem}th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
-figure{margin:1.5rem 0}svg{max-width:100%;height:auto}div.wide{overflow-x:auto}footer{color:#666;font-size:.85rem;margin-top:3rem}"""
+figure{margin:1.5rem 0}img{max-width:100%;height:auto}div.wide{overflow-x:auto}footer{color:#666;font-size:.85rem;margin-top:3rem}"""
 
 def summary_html(
     name: str, # The data set
@@ -216,7 +221,7 @@ def summary_html(
 
 def _section(m, folder, esc, wide): # one experiment
     parts = [f'<h2 id="{esc(m["name"])}">{esc(m["title"])}</h2>', "<ul>", *(f"<li>{esc(sentence(c))}</li>" for c in m["claims"]), "</ul>"]
-    for c in m["charts"]: parts.append(f'<figure id="{esc(c)}">{(folder/f"{c}.svg").read_text()}</figure>')
+    for c in m["charts"]: parts.append(f'<figure id="{esc(c)}"><img src="{esc(c)}.svg" alt="{esc(c)}, {esc(m["title"])}"></figure>')
     for t in m["tables"]: parts.append(wide(pd.read_csv(folder/f"{t}.csv", dtype=str, keep_default_na=False)))
     links = " · ".join(f'<a href="{esc(f)}">{esc(f)}</a>' for f in [f'{m["name"]}.ipynb', *m["files"]])
     return [*parts, f"<p>Files: {links}</p>", f'<details><summary>Parameters</summary><pre>{esc(json.dumps(m["params"], indent=1))}</pre></details>']

@@ -31,10 +31,12 @@ def test_experiment_leaves_what_it_declares(whole, name):
     assert (folder/f"{name}.ipynb").exists() and all((folder/f).stat().st_size for f in m["files"])
     assert all(f"{t}.md" in m["files"] and f"{t}.csv" in m["files"] and len(pd.read_csv(folder/f"{t}.csv")) for t in m["tables"])
     for c in m["charts"]:
-        values = [r["value"] for rows in json.loads((folder/f"{c}.json").read_text())["datasets"].values() for r in rows if "value" in r]
-        assert len(values) >= 2 and all(isinstance(v, (int, float)) for v in values), c
+        points = [r for rows in json.loads((folder/f"{c}.json").read_text())["datasets"].values() for r in rows]
+        assert len(points) >= 2 and all(isinstance(r.get("value", 0), (int, float)) for r in points), c
+        assert any(isinstance(v, float) for r in points for v in r.values()), c
         assert {f"{c}.svg", f"{c}.png"} <= {*m["files"]}
-    assert name == "99_paper" or m["charts"] and m["claims"] and m["runs"]
+    assert name == "99_paper" or m["charts"] and m["claims"]
+    assert bool(m["runs"]) == bool(POINTS[name](study(m["params"]))) or name == "99_paper"
 
 
 def test_every_number_leads_to_its_run(whole):
@@ -49,9 +51,9 @@ def test_claims_are_listed_one_by_one(whole):
     folder, out = whole
     claims = pd.read_csv(folder/"results/digits/claims.csv")
     assert set(claims.columns) == {"experiment", "claim", "figure", "verdict", "effect", "low", "high", "seeds", "unit"}
-    assert set(claims.verdict) <= {"seen (one seed)", "not seen (one seed)"}                     # one seed confirms nothing
+    assert set(claims[claims.seeds == 1].verdict) == {"seen (one seed)", "not seen (one seed)"}    # one seed confirms nothing
     page = (folder/"results/digits/summary.html").read_text()
-    assert "<svg" in page and "Test CKA of CL and NSCL rises with tau" in page and "Test CKA of CL and NSCL rises with tau" in out and "Missing" not in page
+    assert '<img src="figure4.svg"' in page and "Test CKA of CL and NSCL rises with tau" in page and "Test CKA of CL and NSCL rises with tau" in out and "Missing" not in page
 
 
 def test_loss_gap_stays_between_zero_and_its_bound(whole):
@@ -60,7 +62,7 @@ def test_loss_gap_stays_between_zero_and_its_bound(whole):
 
 
 def test_results_are_small(whole):
-    assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 4e6
+    assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 3.5e6
 
 
 def test_second_call_executes_nothing(whole):
