@@ -4,7 +4,7 @@ PYTHON  ?= python3
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
 
-.PHONY: help install reproduce test notebooks lab clean-venv
+.PHONY: help install reproduce test notebooks hooks lab clean-venv
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ test: $(STAMP)  ## every notebook and test, then export and clean without a diff
 notebooks: $(STAMP)  ## export, re-execute the library notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py
 	@$(VENV)/bin/nbdev_export && $(VENV)/bin/nbdev_clean
+
+hooks: $(STAMP)  ## from now on git refuses a commit whose notebooks are not clean and exported
+	@git config core.hooksPath .githooks
 
 lab: $(STAMP)  ## open the notebooks
 	@$(VENV)/bin/jupyter lab nbs/index.ipynb
