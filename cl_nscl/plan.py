@@ -9,7 +9,7 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'loss_gap_points', 'experiments_of', 'plan', 'images', 'tasks', 'estimate', 'duration', 'Progress', 'Failed',
            'train_plan', 'jobs_of', 'point_rows']
 
-# %% ../nbs/45_plan.ipynb #3b7dc74a
+# %% ../nbs/45_plan.ipynb #5746eb50
 import concurrent.futures, dataclasses, functools, itertools, json, os, queue, subprocess, sys, threading, time, traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd, torch
 from tqdm import tqdm
 
-from .core import Params, UserError, fill, generator, par, pick, read_yaml, run_id, twin_key
+from .core import Params, UserError, fill, generator, import_plugins, par, pick, read_yaml, run_id, twin_key
 from .data import DATASETS, check_classes, equal_counts
 from .losses import OBJECTIVES
 from .measure import measured
@@ -50,7 +50,7 @@ class Study(Params):
 
 STUDY_FIELDS = tuple(f for f in dataclasses.fields(Study) if f.name != "objective")
 
-# %% ../nbs/45_plan.ipynb #495f4a0b
+# %% ../nbs/45_plan.ipynb #dd52727f
 def study(
     values: dict, # Names and values: a parameter file's, or a notebook's
     where: str = "", # Named in a message: the file or the notebook
@@ -60,6 +60,7 @@ def study(
     if "objective" in values: raise UserError(f"{prefix}parameter objective belongs to a run; a study has objectives, such as [cl, nscl]")
     s = fill(Study(), values, where)
     try:
+        import_plugins(s.plugins)
         for registry, name, kind in ((DATASETS, s.dataset, "data set"), (ENCODERS, s.encoder, "encoder"), (OPTIMIZERS, s.optimizer, "optimizer")): pick(registry, name, kind)
         for o in s.objectives: pick(OBJECTIVES, o, "objective")
         if len(s.objectives) < 2 or len(set(s.objectives)) < len(s.objectives): raise UserError(f"parameter objectives = {list(s.objectives)}: must be two or more, each once")
@@ -348,7 +349,7 @@ class Progress:
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #5a603293
+# %% ../nbs/45_plan.ipynb #1b743c36
 def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N" and "ended WHY" on standard output
     for line in sys.stdin:
         task = json.loads(line)
@@ -370,7 +371,9 @@ def _train_task(task):
         nonlocal told, gained
         print("gained", gained, flush=True)
         told, gained = time.time(), 0
-    train_runs([stored_run(Params(**p), task["folder"]) for p in task["params"]], task["device"], report)
+    params = [Params(**p) for p in task["params"]]
+    import_plugins(params[0].plugins)
+    train_runs([stored_run(p, task["folder"]) for p in params], task["device"], report)
     tell()
     return ""
 

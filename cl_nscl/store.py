@@ -7,7 +7,7 @@ __all__ = ['content_hash', 'write_atomic', 'stored_files', 'read_stored', 'write
            'save_checkpoint', 'load_checkpoint', 'save_snapshot', 'load_snapshot', 'history', 'provenance', 'locked',
            'resumable', 'train_runs']
 
-# %% ../nbs/20_store.ipynb #d2315bdc
+# %% ../nbs/20_store.ipynb #97e81af4
 import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import pandas as pd, torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load as safe_load, save as safe_save
 
-from .core import Params, UserError, run_id
+from .core import Params, UserError, fill, run_id
 from .optim import peak_lr, schedule
 from .twins import Diverged, Twins, check_finite, clock, dataset_of, load_state, train, twin_state
 
@@ -101,15 +101,15 @@ def stored_run(
     "The run of `p` in the folder `runs`, whether it was trained or not."
     return Run(p, Path(runs)/run_id(p))
 
-# %% ../nbs/20_store.ipynb #80a4d049
+# %% ../nbs/20_store.ipynb #b258c44b
 def open_run(
     run: Run,
 ) -> None:
     "Make the run's folder and write its parameters; a folder that holds another run is refused."
     run.path.mkdir(parents=True, exist_ok=True)
-    text, file = json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="")), indent=1) + "\n", run.path/"params.json"
-    if file.exists() and json.loads(file.read_text()) != json.loads(text): raise UserError(f"{run.path} holds a run with other parameters: see its params.json")
-    if not file.exists(): write_atomic(file, text.encode())
+    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=()) # these say where things lie
+    if not file.exists(): write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="")), indent=1) + "\n").encode())
+    elif here(fill(Params(), json.loads(file.read_text()), str(file))) != here(run.p): raise UserError(f"{run.path} holds a run with other parameters: see its params.json")
 
 # %% ../nbs/20_store.ipynb #f26179e2
 def save_checkpoint(
