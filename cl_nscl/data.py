@@ -426,7 +426,7 @@ def check_classes(
     if len(set(classes)) < len(classes): raise UserError(f"classes: {list(classes)} names a class twice; each may be named once, valid ids: {valid}")
     return tuple(classes) or src.default or ids
 
-# %% ../nbs/01_data.ipynb #ddf6c243
+# %% ../nbs/01_data.ipynb #399623a3
 def load_dataset(
     name: str, # A name in `DATASETS`
     *,
@@ -448,7 +448,7 @@ def load_dataset(
         kept = torch.isin(y, torch.tensor(keep)); excluded += int((~kept).sum())
         ids, y = ids[kept], torch.tensor([label[c] for c in y[kept].tolist()], dtype=torch.int64)
         have = y.bincount(minlength=len(keep)).tolist()
-        if 0 in have: raise UserError(f"{name}: class {(c := keep[have.index(0)])}{_called(c, names)} has no {part} sample")
+        if 0 in have: raise UserError(f"{name}: class {(c := keep[have.index(0)])}{_called(c, names)} has no {part} sample; add some, or list the other classes in the parameter classes")
         if n_train and part == "train":
             i = draw_per_class(y, dict(enumerate(equal_counts(have, n_train))), generator(seed, "subset")); ids, y = ids[i], y[i]
         splits.append(Stream(src.opened, y, ids, src.channels, size, worker_count(workers)) if streamed else Split(resize(src.pixels(ids), size), y, ids))

@@ -392,12 +392,12 @@ def operations(
     todo = [r for r in runs if not r.done]
     return float(sum(images(r) * _operations(dataclasses.replace(_kind(r.p), B=2), source_of(r.p).channels) for r in todo))
 
-# %% ../nbs/45_plan.ipynb #8c8f60a7
+# %% ../nbs/45_plan.ipynb #b2ef480c
 def duration(
     seconds: float,
-) -> str: # Such as "40 s" or "12 min"
+) -> str: # Such as "40 s", "12 min" or "30 days"
     "A length of time for people."
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h" if seconds < 360000 else f"{seconds / 86400:,.0f} days"
 
 # %% ../nbs/45_plan.ipynb #13bec7f2
 class Progress:
