@@ -7,8 +7,8 @@ __all__ = ['CIFAR_STATS', 'IMAGENET_STATS', 'COARSE', 'HELD_OUT', 'places', 'cif
            'folder_source', 'folder', 'Rows', 'hub_columns', 'hub_source', 'local_tables', 'hub', 'hub_tables',
            'tiny_imagenet', 'imagenet1k', 'mini_imagenet']
 
-# %% ../nbs/04_sources.ipynb #7bc96e01
-import csv, hashlib, pickle
+# %% ../nbs/04_sources.ipynb #b478a73a
+import csv, hashlib, logging, pickle
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -213,7 +213,7 @@ def _hold_out(y, ids): # one fifth of each class, the same for everyone -> train
     out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
     return (y[~out], ids[~out]), (y[out], ids[out])
 
-# %% ../nbs/04_sources.ipynb #6ee20273
+# %% ../nbs/04_sources.ipynb #5ac3faed
 def local_tables(
     folder: Path,
 ) -> dict | None: # Split and Dataset; `None`: no such copy there
@@ -239,7 +239,7 @@ def hub(
     "Any labelled image data set of the Hugging Face hub."
     name, splits = data or "hub", local_tables(Path(root)) if root else None
     if root and not splits: raise missing(name, "save_to_disk copy and no parquet files", [root], "nothing is downloaded when root is given", "put one there", "leave root empty and name the data set with data")
-    if not root and not data: raise missing("hub", "name", [], "nothing can be downloaded without one", "name a data set of the hub with data: owner/name", "name a copy on this machine as root")
+    if not root and not data: raise UserError("hub: which data set? Name one of the Hugging Face hub with data: owner/name, or a copy on this machine with root")
     return hub_source(name, splits or hub_tables(name, *data.split(":")), labels)
 
 def hub_tables(
@@ -248,13 +248,14 @@ def hub_tables(
     configuration: str | None = None, # Where there are several
 ) -> dict: # Split and Dataset
     "The tables of a data set of the hub, downloaded if the library's cache has not got them."
-    try: return dict(_library().load_dataset(repository, configuration))
-    except UserError: raise
+    library = _library()
+    library.utils.logging.set_verbosity_error(); logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it tells of every retry
+    try: return dict(library.load_dataset(repository, configuration))
     except Exception as e: # the library raises many kinds
         raise missing(name, f"copy of {repository}", ["the library's cache"], f"the download from huggingface.co failed ({type(e).__name__}: {' '.join(str(e).split())[:300]})",
                       "run once where the download works (a gated set needs `hf auth login` first)", "copy the set here, as parquet files or with save_to_disk, and name its folder as root") from None
 
-# %% ../nbs/04_sources.ipynb #7d3ccfdc
+# %% ../nbs/04_sources.ipynb #df2083ca
 def _elsewhere(name, looked_for, root, download, repository, stats, where): # a copy from the hub in root, or the hub
     for p in where:
         if p.is_dir() and (splits := local_tables(p)): return hub_source(name, splits, stats=stats)
@@ -263,7 +264,11 @@ def _elsewhere(name, looked_for, root, download, repository, stats, where): # a 
         hint = f" (there is {packed[0]}: unpack it)" if packed else ""
         raise missing(name, looked_for, where, f"nothing is downloaded {'when root is given' if root else 'for a plan'}{hint}", "put it there",
                       f"leave root empty, so that {repository} is fetched from the Hugging Face hub (pip install 'cl_nscl[hub]')")
-    return hub_source(name, hub_tables(name, repository), stats=stats)
+    try: return hub_source(name, hub_tables(name, repository), stats=stats)
+    except MissingData as e:
+        why = str(e).split(", and ", 1)[1].split(". Either ")[0]
+        raise missing(name, f"{looked_for}, nor a copy of {repository}", [*where, "the cache of the Hugging Face library"], why, "put one of them into a folder and name it as root",
+                      "run once where the download works (a gated set needs `hf auth login` first)") from None
 
 def tiny_imagenet(
     root: str = "", # Holds tiny-imagenet-200 (or is it), or a copy from the hub; empty: cache folder, hub
