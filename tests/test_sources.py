@@ -17,7 +17,8 @@ from cl_nscl.store import stored_run, train_runs
 from cl_nscl.twins import Twins, dataset_of, features, train, twin_batch
 from cl_nscl.views import eval_view, split_views, uniforms, view_spec
 
-datasets = pytest.importorskip("datasets", reason="the extra hub is not installed") if "hub" not in os.environ.get("CL_NSCL_REQUIRE", "") else __import__("datasets")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
 torch.set_num_threads(1)
 pixels = lambda seed, w=12, h=10: np.random.RandomState(seed).randint(0, 256, (h, w, 3), dtype=np.uint8)
 
