@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UserError', 'pick', 'key_seed', 'generator', 'par', 'Params', 'checked', 'fill', 'plugin_file', 'import_plugins',
-           'run_id', 'twin_key', 'read_yaml', 'params_table']
+           'run_id', 'twin_key', 'read_yaml', 'strip_prefix', 'params_table']
 
 # %% ../nbs/00_core.ipynb #766018b3
 import dataclasses, difflib, hashlib, importlib.util, json, sys, typing
@@ -218,6 +218,19 @@ def read_yaml(
     if values is None: values = {}
     if not isinstance(values, dict) or any(isinstance(v, dict) or not isinstance(k, str) for k, v in values.items()): raise UserError(f"{path}: must be flat lines of the form name: value")
     return values
+
+# %% ../nbs/00_core.ipynb #6919df9b
+def strip_prefix(
+    state: dict[str, object], # A state dict, maybe of a wrapped model
+) -> dict[str, object]: # The same values under the plain model's names
+    "Undo the renaming by `DistributedDataParallel` and `torch.compile`."
+    def plain(k):
+        k = k.replace("_orig_mod.", "")
+        while k.startswith("module."): k = k.removeprefix("module.")
+        return k
+    out = {plain(k): v for k, v in state.items()}
+    if len(out) < len(state): raise ValueError("two entries of the state have one name once module. and _orig_mod. are removed")
+    return out
 
 # %% ../nbs/00_core.ipynb #9d369d74
 def params_table(
