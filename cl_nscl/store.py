@@ -7,7 +7,7 @@ __all__ = ['content_hash', 'write_atomic', 'stored_files', 'read_stored', 'write
            'save_checkpoint', 'load_checkpoint', 'save_snapshot', 'load_snapshot', 'history', 'provenance', 'locked',
            'resumable', 'train_runs']
 
-# %% ../nbs/20_store.ipynb #97e81af4
+# %% ../nbs/20_store.ipynb #1c7108b4
 import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load as safe_load, save as safe_save
 
 from .core import Params, UserError, fill, run_id
+from .data import data_record, same_data
+from .models import encoder_record
 from .optim import peak_lr, schedule
 from .twins import Diverged, Twins, check_finite, clock, dataset_of, load_state, train, twin_state
 
@@ -101,14 +103,14 @@ def stored_run(
     "The run of `p` in the folder `runs`, whether it was trained or not."
     return Run(p, Path(runs)/run_id(p))
 
-# %% ../nbs/20_store.ipynb #b258c44b
+# %% ../nbs/20_store.ipynb #32e14eb5
 def open_run(
     run: Run,
 ) -> None:
     "Make the run's folder and write its parameters; a folder that holds another run is refused."
     run.path.mkdir(parents=True, exist_ok=True)
-    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=()) # these say where things lie
-    if not file.exists(): write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="")), indent=1) + "\n").encode())
+    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=(), workers=-1) # these say where things lie
+    if not file.exists(): write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="", workers=-1)), indent=1) + "\n").encode())
     elif here(fill(Params(), json.loads(file.read_text()), str(file))) != here(run.p): raise UserError(f"{run.path} holds a run with other parameters: see its params.json")
 
 # %% ../nbs/20_store.ipynb #f26179e2
@@ -229,10 +231,11 @@ def train_runs(
         for run in missing: open_run(run)
         for step, group in resumable(missing): _train_group(step, *zip(*group), device, report or (lambda *_: None), 60 * minutes)
 
-# %% ../nbs/20_store.ipynb #916121df
+# %% ../nbs/20_store.ipynb #0d14792f
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
-    losses = torch.zeros(len(runs), twins.clock.T)
+    losses, record = torch.zeros(len(runs), twins.clock.T), data_record(twins.ds)
+    for run in runs: _keep_record(run.path/"data.json", record)
     for run in runs: # nothing newer than the checkpoint stays
         for newer in [f for kind in ("checkpoint", "snapshot") for t, f in stored_files(run.path, kind).items() if t > first]: newer.unlink()
     if first:
@@ -248,10 +251,14 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
                 _store(runs, twins, losses)
                 saved = time.time()
     except Diverged as e: raise Diverged(f"{e}; last good checkpoints: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
-    end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), **provenance())
+    end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), **encoder_record(twins.models[0].encoder), **provenance())
     for r in runs: write_atomic(r.path/"done.json", (json.dumps(end, indent=1) + "\n").encode())
 
-# %% ../nbs/20_store.ipynb #030b3674
+# %% ../nbs/20_store.ipynb #c1b05b3f
+def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
+    if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
+    else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
+
 def _store(runs, twins, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
     for i, run in enumerate(runs):
         so_far, state = losses[i, : twins.t].clone(), twin_state(twins, i)

@@ -6,7 +6,7 @@
 __all__ = ['LAYOUT', 'Clock', 'clock', 'step_randomness', 'Twins', 'dataset_of', 'twin_batch', 'twin_outputs', 'Diverged',
            'check_finite', 'twin_step', 'twin_state', 'load_state', 'train', 'features']
 
-# %% ../nbs/13_twins.ipynb #51b2da7f
+# %% ../nbs/13_twins.ipynb #2b5a92da
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from .core import Params, UserError, key_seed, pick, twin_key
-from .data import Dataset, Split, batches, load_dataset
+from .data import Dataset, Split, Stream, batches, load_dataset
 from .losses import OBJECTIVES
 from .models import Twin, build_twin, extract, load_weights
 from .optim import build_optimizer, peak_lr, schedule, step as update
-from .views import ViewSpec, eval_view, uniforms, view_spec, views
+from .views import ViewSpec, eval_view, split_views, uniforms, view_spec
 
 # %% ../nbs/13_twins.ipynb #61c30f8f
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def step_randomness(
         torch.manual_seed(key_seed(seed, "step", t))
         yield
 
-# %% ../nbs/13_twins.ipynb #e5bd1d07
+# %% ../nbs/13_twins.ipynb #fc77c107
 LAYOUT = torch.channels_last
 
 class Twins:
@@ -72,16 +72,17 @@ class Twins:
         heads = [ds.C if OBJECTIVES[p.objective].needs_head else None for p in runs]
         self.models = [build_twin(p, channels=ds.channels, size=self.spec.size, C=C).to(self.device, memory_format=LAYOUT) for p, C in zip(runs, heads)]
         self.optimizers = [build_optimizer(p, m) for p, m in zip(runs, self.models)]
-        self._epoch = None
+        self._epoch = self._ahead = None
 
-# %% ../nbs/13_twins.ipynb #7a91a138
+# %% ../nbs/13_twins.ipynb #161e9722
 def dataset_of(
     p: Params,
 ) -> Dataset:
     "The data set of a run."
-    return load_dataset(p.dataset, root=p.root, classes=p.classes, n_train=p.n_train, size=p.size, seed=p.seed)
+    same = ("root", "data", "labels", "classes", "n_train", "size", "seed", "stream", "workers")
+    return load_dataset(p.dataset, **{k: getattr(p, k) for k in same})
 
-# %% ../nbs/13_twins.ipynb #a0ce2990
+# %% ../nbs/13_twins.ipynb #98b2d75c
 def twin_batch(
     twins: Twins,
     t: int, # A step
@@ -92,9 +93,9 @@ def twin_batch(
     if twins._epoch is None or twins._epoch[0] != epoch:
         twins._epoch = epoch, batches(p.seed, epoch, len(train), p.B), uniforms(p.seed, epoch, len(train), p.K)
     _, index, u = twins._epoch
-    i = index[k]
-    x, y = train.x[i].to(twins.device), train.y[i].to(twins.device)
-    return views(x, u[i].to(twins.device), twins.spec), y
+    if twins._ahead is None or twins._ahead[0] != (epoch, k): twins._ahead = (epoch, k), split_views(train, index[k:], u, twins.spec, twins.device)
+    v, twins._ahead = next(twins._ahead[1]), ((epoch, k + 1), twins._ahead[1])
+    return v, train.y[index[k]].to(twins.device)
 
 # %% ../nbs/13_twins.ipynb #6c8c3226
 def twin_outputs(
@@ -177,13 +178,13 @@ def train(
         due = (twins.t + 1) % every == 0 or twins.t + 1 in twins.clock.snapshots
         yield twin_step(twins, check=due)
 
-# %% ../nbs/13_twins.ipynb #335ff19a
+# %% ../nbs/13_twins.ipynb #10001353
 def features(
     model: Twin,
-    split: Split,
+    split: Split | Stream,
     spec: ViewSpec,
     chunk: int = 512, # Images per forward pass
 ) -> Iterator[torch.Tensor]: # Chunks of h, float32 [<= chunk, d], in the split's order
     "The encoder's output on a split, in evaluation mode and in the split's order."
     device = next(model.parameters()).device
-    return extract(model, (eval_view(x.to(device), spec) for x in split.x.split(chunk)))
+    return extract(model, (eval_view(x.to(device), spec) for x in split.images(chunk)))
