@@ -29,12 +29,13 @@ def is_main() -> bool:
     "Is this the one that writes files and speaks?"
     return rank() == 0
 
-# %% ../nbs/05_distributed.ipynb #cc97cc69
+# %% ../nbs/05_distributed.ipynb #b3e59155
 def local_device(
     device: str, # cpu, cuda or cuda:<n>
 ) -> str: # With the number of this process's GPU
     "The device of this process: `cuda` becomes the GPU of its rank on this machine."
-    if device != "cuda" or "LOCAL_RANK" not in os.environ: return device
+    if not device.startswith("cuda") or "LOCAL_RANK" not in os.environ: return device
+    if device != "cuda" and os.environ["LOCAL_WORLD_SIZE"] != "1": raise UserError(f"device = {device}: several processes would share one GPU; say cuda, and each takes its own")
     n, have = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if n >= have: raise UserError(f"process {n} of this machine has no GPU: there are {have}; start at most {have} processes on it (--nproc-per-node)")
     return f"cuda:{n}"
@@ -88,7 +89,7 @@ def from_main(
     if told[1] is not None: raise told[1]
     return told[0]
 
-# %% ../nbs/05_distributed.ipynb #befd0337
+# %% ../nbs/05_distributed.ipynb #fa38a674
 def _total(x): # over all processes
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x)
@@ -105,13 +106,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return _total(g)[rank()]
-
-class _Sum(torch.autograd.Function):
-    "The sum over all processes; backward is the same sum."
-    @staticmethod
-    def forward(ctx, x): return _total(x)
-    @staticmethod
-    def backward(ctx, g): return _total(g)
 
 # %% ../nbs/05_distributed.ipynb #ec2b6ff6
 def gather(
@@ -131,25 +125,41 @@ def share(
     if len(i) % world(): raise UserError(f"B = {len(i)} images cannot be shared by {world()} processes: B must be a multiple of their number")
     return i[rank()::world()]
 
-# %% ../nbs/05_distributed.ipynb #bf468996
+# %% ../nbs/05_distributed.ipynb #d4f4f396
+class _Standardise(torch.autograd.Function):
+    "`(x - mean) / std` with the statistics of all processes' x; also returns mean and variance."
+    @staticmethod
+    def forward(ctx, x, eps):
+        over, shape = [0, *range(2, x.ndim)], [1, -1] + [1] * (x.ndim - 2)
+        mean = _total(x.mean(over, dtype=torch.float64)) / world()
+        centred = x - mean.to(x.dtype).view(shape)
+        var = _total(centred.square().mean(over, dtype=torch.float64)) / world()
+        ctx.scale, ctx.over, ctx.shape = (var + eps).rsqrt().to(x.dtype).view(shape), over, shape
+        hat = centred * ctx.scale
+        ctx.save_for_backward(hat)
+        ctx.mark_non_differentiable(mean, var)
+        return hat, mean, var
+
+    @staticmethod
+    def backward(ctx, g, *_):
+        hat, = ctx.saved_tensors
+        a, b = _total(torch.stack([g.mean(ctx.over, dtype=torch.float64), (g * hat).mean(ctx.over, dtype=torch.float64)])).to(g.dtype) / world()
+        return ctx.scale * (g - a.view(ctx.shape) - hat * b.view(ctx.shape)), None
+
+# %% ../nbs/05_distributed.ipynb #0483138e
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    "Batch norm whose statistics are those of all processes' images, by two sums; for equal shares."
+    "Batch norm whose statistics are those of all processes' images; for equal shares."
     def _check_input_dim(self, x): pass
 
     def forward(self, x): # [M, channels, ...]
         if not self.training or world() == 1: return super().forward(x)
-        over, shape, f = [0, *range(2, x.ndim)], [1, -1] + [1] * (x.ndim - 2), x if x.dtype == torch.float64 else x.float()
-        mean = _Sum.apply(f.mean(over)) / world()
-        var = _Sum.apply((f - mean.view(shape)).square().mean(over)) / world()
-        n = world() * x.numel() // x.shape[1]
+        hat, mean, var = _Standardise.apply(x if x.dtype == torch.float64 else x.float(), self.eps)
+        n, shape = world() * x.numel() // x.shape[1], [1, -1] + [1] * (x.ndim - 2)
         if self.running_mean is not None: # kept up to date
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(var * (n / (n - 1)), self.momentum)
-        scale = (var + self.eps).rsqrt() * (1 if self.weight is None else self.weight)
-        shift = (0 if self.bias is None else self.bias) - mean * scale
-        return (f * scale.view(shape) + shift.view(shape)).to(x.dtype)
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_((var * n / (n - 1)).to(self.running_var.dtype), self.momentum)
+        return (hat if self.weight is None else hat * self.weight.view(shape) + self.bias.view(shape)).to(x.dtype)
 
 # %% ../nbs/05_distributed.ipynb #7a5fa0a6
 def global_batch_norm(
