@@ -63,7 +63,7 @@ def par(
     "Declare a field of `Params`."
     return field(default=default, metadata=dict(doc=doc, lo=lo, hi=hi, above=above, choices=choices, named=named, later=later))
 
-# %% ../nbs/00_core.ipynb #6ccde927
+# %% ../nbs/00_core.ipynb #dc0be379
 @dataclass(frozen=True, kw_only=True)
 class Params:
     "Everything that determines a run. Two runs with equal parameters are the same run."
@@ -107,6 +107,10 @@ class Params:
     snapshots: int = par(10, "equally spaced snapshots after the one at step 0", lo=1)
     seed: int = par(0, "names every random stream of the run", lo=0)
     plugins: tuple[str, ...] = par((), "Python files or modules to import first; they register objectives, encoders or data sets", later=True)
+    precision: str = par("float32", "arithmetic of the forward pass: float32, bfloat16 or float16; weights, losses and metrics stay in float32", choices=("float32", "bfloat16", "float16"), later=True)
+    chunk: int = par(0, "images of one forward pass; the gradient is still that of the whole batch, in two passes; 0: the whole batch at once", lo=0, later=True)
+    compile: int = par(0, "1: compile the networks with torch.compile", lo=0, hi=1, later=True)
+    deterministic: int = par(0, "1: only operations that give the same bits each time, also on a GPU; slower there", lo=0, hi=1, later=True)
 
     def __post_init__(self):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))

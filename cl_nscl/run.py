@@ -6,18 +6,19 @@
 __all__ = ['GPU_RATE', 'NotebookFailed', 'check_notebook', 'execute', 'made_from', 'make', 'make_all', 'collect', 'Incomplete',
            'reproduce', 'forecast', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #aba49021
+# %% ../nbs/50_run.ipynb #b546f852
 import argparse, concurrent.futures, contextlib, hashlib, json, os, sys, tempfile, time
 from pathlib import Path
 
-import nbformat, pandas as pd, papermill, yaml
+import nbformat, pandas as pd, papermill
 from traitlets.config import Config
 
-from . import __version__, calculator, compare
+from . import __version__, calculator, compare, train
 from .core import UserError
 from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, plan, operations, provide, shipped, source_of, study, study_files, study_values, tasks, train_plan
 from .report import claims_table, load_results, markdown, summary_html
 from .store import Run, write_atomic
+from .train import setting
 from .twins import Diverged
 
 # %% ../nbs/50_run.ipynb #d86db55c
@@ -183,18 +184,11 @@ def forecast(
     hours = f", {hours:,.0f} {'core' if device == 'cpu' else 'GPU'}-hours" if hours >= 2 else ""
     return "\n".join([*lines, f"{len(runs)} runs, {len(todo)} to train: about {duration(seconds)} in {jobs} process{'es' if jobs > 1 else ''}{hours}"])
 
-# %% ../nbs/50_run.ipynb #eed2acf2
-def _setting(text): # "tau=0.1" -> ("tau", 0.1)
-    name, eq, value = text.partition("=")
-    if not eq: raise UserError(f"--set {text}: must be name=value, such as tau=0.1")
-    try: return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError: raise UserError(f"--set {text}: the value is not valid YAML") from None
-
-# %% ../nbs/50_run.ipynb #9edaade0
+# %% ../nbs/50_run.ipynb #bf17ecb5
 def _reproduce(args):
     "train the twins of a data set, execute the notebooks, write tables, charts and a summary"
     short = {k: getattr(args, k) for k in ("jobs", "seeds") if getattr(args, k) is not None}
-    values = layered(args.dataset, *args.preset, **dict(map(_setting, args.set)) | short)
+    values = layered(args.dataset, *args.preset, **dict(map(setting, args.set)) | short)
     if not args.dry_run: return reproduce(values, args.experiment)
     runs = plan(s := study(values), args.experiment)
     for r in runs: print(f"{r.id}  {'done' if r.done else 'to do'}  {_differs(s, r)}")
@@ -212,7 +206,7 @@ def _params(args):
     s = study(layered(*args.name))
     for f in STUDY_FIELDS: print(f"{f.name:<14} {str(getattr(s, f.name)):<12} {f.metadata['doc']}")
 
-# %% ../nbs/50_run.ipynb #77bfd449
+# %% ../nbs/50_run.ipynb #6ba7295a
 def parser() -> argparse.ArgumentParser:
     "The command line `cl-nscl`."
     top = argparse.ArgumentParser("cl-nscl", description="How closely does self-supervised contrastive learning track its supervised twin?")
@@ -233,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--dry-run", action="store_true", help="list the runs, say which exist and how long the others will take; train nothing")
     c = add(_params)
     c.add_argument("name", nargs="*", help="data set and presets")
-    compare.add_command(commands); calculator.add_command(commands)
+    compare.add_command(commands); calculator.add_command(commands); train.add_command(commands)
     return top
 
 # %% ../nbs/50_run.ipynb #da6e61c7

@@ -7,8 +7,8 @@ __all__ = ['content_hash', 'write_atomic', 'stored_files', 'read_stored', 'write
            'save_checkpoint', 'load_checkpoint', 'save_snapshot', 'load_snapshot', 'history', 'provenance', 'locked',
            'resumable', 'train_runs']
 
-# %% ../nbs/20_store.ipynb #1c7108b4
-import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
+# %% ../nbs/20_store.ipynb #f621d30b
+import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,9 +20,10 @@ from safetensors.torch import load as safe_load, save as safe_save
 
 from .core import Params, UserError, fill, run_id
 from .data import data_record, same_data
+from .distributed import from_main, is_main, world
 from .models import encoder_record
 from .optim import peak_lr, schedule
-from .twins import Diverged, Twins, check_finite, clock, dataset_of, load_state, train, twin_state
+from .twins import Diverged, Twins, arithmetic, check_finite, clock, dataset_of, load_state, train, twin_state
 
 # %% ../nbs/20_store.ipynb #872906b8
 def write_atomic(
@@ -218,7 +219,7 @@ def resumable(
         yield step, group
         left = rest
 
-# %% ../nbs/20_store.ipynb #4a712e64
+# %% ../nbs/20_store.ipynb #1b406340
 def train_runs(
     runs: list[Run], # Twins: runs that agree in everything but the objective
     device: str = "cpu",
@@ -226,43 +227,64 @@ def train_runs(
     minutes: float = 5, # A checkpoint at least this often, besides the one at each snapshot
 ) -> None:
     "Train what is missing of `runs`, from the last checkpoints; each run ends with `done.json`."
-    with locked(runs):
-        missing = [*{r.id: r for r in runs if not r.done}.values()]
-        for run in missing: open_run(run)
-        for step, group in resumable(missing): _train_group(step, *zip(*group), device, report or (lambda *_: None), 60 * minutes)
+    with contextlib.ExitStack() as locks:
+        for step, group in from_main(lambda: _begin(runs, locks)): _train_group(step, *zip(*group), device, report or (lambda *_: None), 60 * minutes)
 
-# %% ../nbs/20_store.ipynb #0d14792f
+def _begin(runs, locks): # what is missing, by the step that it goes on from
+    locks.enter_context(locked(runs))
+    missing = [*{r.id: r for r in runs if not r.done}.values()]
+    for run in missing: open_run(run)
+    return list(resumable(missing))
+
+# %% ../nbs/20_store.ipynb #ed024b12
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
-    losses, record = torch.zeros(len(runs), twins.clock.T), data_record(twins.ds)
-    for run in runs: _keep_record(run.path/"data.json", record)
-    for run in runs: # nothing newer than the checkpoint stays
-        for newer in [f for kind in ("checkpoint", "snapshot") for t, f in stored_files(run.path, kind).items() if t > first]: newer.unlink()
+    losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
     if first:
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
         load_state(twins, states)
-    else: _store(runs, twins, losses)
-    saved = start
-    try:
-        for loss in train(twins):
-            losses[:, twins.t - 1] = loss
-            report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
-            if twins.t in twins.clock.snapshots or time.time() - saved > seconds:
-                _store(runs, twins, losses)
-                saved = time.time()
-    except Diverged as e: raise Diverged(f"{e}; last good checkpoints: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
-    end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), **encoder_record(twins.models[0].encoder), **provenance())
-    for r in runs: write_atomic(r.path/"done.json", (json.dumps(end, indent=1) + "\n").encode())
+    from_main(lambda: _prepare(runs, first, record))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        later = lambda: pool.submit(_store, runs, twins.clock, [_copied(twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
+        write, saved = None if first or not is_main() else later(), start
+        settled = lambda: from_main(lambda: write and write.result()) # an error of the writer is everybody's
+        try:
+            for loss in train(twins):
+                losses[:, twins.t - 1] = loss
+                report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
+                due, late = twins.t in twins.clock.snapshots, time.time() - saved > seconds
+                if due or late and world() == 1: settled()
+                if is_main() and (due or late and (not write or write.done() and not write.exception())): write, saved = later(), time.time()
+            settled()
+        except Diverged as e:
+            concurrent.futures.wait([write] if write else [])
+            raise Diverged(f"{e}; last good checkpoints: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
+    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
+    from_main(lambda: _finish(runs, end, twins.skipped))
 
-# %% ../nbs/20_store.ipynb #c1b05b3f
+# %% ../nbs/20_store.ipynb #21986f3d
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
     if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
 
-def _store(runs, twins, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
-    for i, run in enumerate(runs):
-        so_far, state = losses[i, : twins.t].clone(), twin_state(twins, i)
-        if twins.t: check_finite("loss", so_far[-1], run.p, twins.t - 1)
-        if twins.t in twins.clock.snapshots: save_snapshot(run, twins.t, state["model"])
-        save_checkpoint(run, state, so_far)
-        write_atomic(run.path/"history.csv", history(run.p, so_far, twins.clock.per_epoch, twins.clock.T).to_csv(index=False).encode())
+def _prepare(runs, first, record): # the data are those that the run has seen; nothing newer than the checkpoint stays
+    for run in runs: _keep_record(run.path/"data.json", record)
+    for newer in [f for r in runs for kind in ("checkpoint", "snapshot") for t, f in stored_files(r.path, kind).items() if t > first]: newer.unlink()
+
+def _finish(runs, end, skipped):
+    for r, n in zip(runs, skipped): write_atomic(r.path/"done.json", (json.dumps(end | (dict(skipped=n) if n else {}), indent=1) + "\n").encode())
+
+def _copied(state): # as it is now, whatever training does next
+    if torch.is_tensor(state): return state.detach().clone()
+    return type(state)((k, _copied(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_copied, state)] if isinstance(state, list) else state
+
+def _on_cpu(state):
+    if torch.is_tensor(state): return state.cpu()
+    return type(state)((k, _on_cpu(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_on_cpu, state)] if isinstance(state, list) else state
+
+def _store(runs, clock, states, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
+    for run, state, so_far in zip(runs, _on_cpu(states), losses.cpu()):
+        if t := state["step"]: check_finite("loss", so_far[-1], run.p, t - 1)
+        if t in clock.snapshots: save_snapshot(run, t, state["model"])
+        save_checkpoint(run, state, so_far.clone())
+        write_atomic(run.path/"history.csv", history(run.p, so_far, clock.per_epoch, clock.T).to_csv(index=False).encode())
