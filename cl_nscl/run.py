@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NotebookFailed', 'check_notebook', 'withdraw', 'execute', 'made_from', 'make', 'make_all', 'collect', 'train_here',
-           'Incomplete', 'reproduce', 'forecast', 'parser', 'main']
+           'Incomplete', 'reproduce', 'forecast', 'Notebooks', 'detach', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #3813f4ce
+# %% ../nbs/50_run.ipynb #36ff1359
 import argparse, concurrent.futures, contextlib, hashlib, json, math, os, sys, tempfile, time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import nbformat, pandas as pd, papermill
 from filelock import FileLock, Timeout
 from traitlets.config import Config
 
-from . import __version__, calculator, compare
-from .core import UserError, parse_yaml
-from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, plan, shipped, study, study_files, study_values, train_plan
+from . import __version__, calculator, cluster, compare
+from .core import UserError, parse_yaml, twin_key
+from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, out_of_memory, plan, reason, shipped, study, study_files, study_values, train_plan
 from .report import claims_table, load_results, markdown, summary_html
 from .store import Run, sweep, write_atomic
 from .twins import Diverged
@@ -236,19 +237,76 @@ def _setting(text): # "tau=0.1" -> ("tau", 0.1)
     try: return name.strip(), parse_yaml(value)
     except UserError as e: raise UserError(f"--set {text}: {e}") from None
 
-# %% ../nbs/50_run.ipynb #a1951597
+# %% ../nbs/50_run.ipynb #75c36f2f
+def _values(args): # of the study that the arguments describe
+    short = {k: v for k in ("jobs", "seeds") if (v := getattr(args, k, None)) is not None}
+    return layered(args.dataset, *args.preset, **dict(map(_setting, args.set)) | short)
+
 def _reproduce(args):
     "train the twins of a data set, execute the notebooks, write tables, charts and a summary"
-    short = {k: getattr(args, k) for k in ("jobs", "seeds") if getattr(args, k) is not None}
-    values = layered(args.dataset, *args.preset, **dict(map(_setting, args.set)) | short)
-    if not args.dry_run: return reproduce(values, args.experiment)
-    runs = plan(s := study(values), args.experiment)
-    for r in runs: print(f"{r.id}  {'done' if r.done else 'to do'}  {_differs(s, r)}")
-    print(forecast(s, runs))
+    values = _values(args)
+    s, where = study(values), _where(args)
+    if args.dry_run:
+        runs = plan(s, args.experiment)
+        for r in runs: print(f"{r.id}  {'done' if r.done else 'to do'}  {_differs(s, r)}")
+        print(forecast(s, runs))
+    elif args.detach: detach(values, args.experiment, where)
+    else: reproduce(values, args.experiment, where and (lambda runs, s: cluster.train_on_slurm(runs, where, s.device, s.threads)))
 
-def _differs(s, r): # what distinguishes a run from the study's recipe
-    own = {k: v for k, v in vars(r.p).items() if k in ("objective", "seed") or v != getattr(s, k)}
+def _differs(s, r, shown=("objective", "seed")): # what distinguishes a run from the study's recipe
+    own = {k: v for k, v in vars(r.p).items() if k in shown or k != "objective" and v != getattr(s, k)}
     return "  ".join(f"{k} {','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in own.items())
+
+# %% ../nbs/50_run.ipynb #2e2b70d3
+def _where(args): # the cluster that was asked for; `None`: this machine
+    given = [f"--{k}" for k in ("partition", "gpus", "time", "cpus", "sbatch", "detach") if getattr(args, k)]
+    if args.cluster == "local":
+        if given: raise UserError(f"{given[0]}: only with --cluster slurm")
+        return None
+    if args.gpus not in (None, 0, 1): raise UserError(f"--gpus {args.gpus}: the twins of a job share one GPU; give 0 or 1, and use torchrun for one run on several")
+    options = dict(o.partition("=")[::2] for o in args.sbatch)
+    if bad := [o for o in args.sbatch if not all(o.partition("="))]: raise UserError(f"--sbatch {bad[0]}: must be option=value, such as account=mine")
+    return cluster.Slurm(args.partition or "", args.gpus or 0, cluster.minutes_of(args.time or "8h"), args.cpus or 1, options)
+
+class Notebooks:
+    "The last job of a study: everything but the training."
+    def __init__(self,
+        values: dict, # Of the study
+        experiments: list[str] | None, # `None`: the study's
+    ): self.values, self.experiments = values, experiments
+    def __call__(self): reproduce(self.values, self.experiments, lambda runs, s: None)
+    checkpoint = cluster.Job.checkpoint
+
+def detach(
+    values: dict, # Of the study
+    experiments: list[str] | None, # `None`: the study's
+    where: cluster.Slurm,
+) -> None:
+    "Submit what is missing, and a job that executes the notebooks when the others have ended; wait for nothing."
+    s = study(values)
+    runs = plan(s, experiments)
+    ids = cluster.submit(runs, where, s.device, s.threads) if runs else []
+    jobs, name = cluster.alive(), f"nscl-{s.dataset}-results-{hashlib.sha256(json.dumps([values, experiments, os.getcwd()]).encode()).hexdigest()[:12]}"
+    after = {j.id for r in runs if not r.done and (j := jobs.get(cluster.job_of(r).get("job")) or jobs.get(cluster.job_name(r)))}
+    last = jobs[name].id if name in jobs else cluster.submit_job(Notebooks(values, experiments), name, Path(s.runs), where, tuple(sorted(after)))
+    print(f"{len(ids)} new jobs of {len(after)}{': ' + ', '.join(ids) if ids else ''}; job {last} executes the notebooks after them\nhow far they are: cl-nscl status with the same data set, presets and settings")
+
+# %% ../nbs/50_run.ipynb #690081e7
+def _status(args):
+    "say which runs of a study are done, running, queued, failed or to do, and which notebooks are made"
+    s = study(_values(args))
+    runs, groups, counts = plan(s, args.experiment), {}, Counter()
+    jobs = cluster.alive() if any(map(cluster.job_of, runs)) else {}
+    for r in runs:
+        state, detail = cluster.state_of(r, jobs)
+        groups.setdefault((twin_key(r.p), state, detail), []).append(r)
+        counts[state] += 1
+    for (_, state, detail), group in groups.items(): print(f"{state:<8} {', '.join(r.p.objective for r in group):<18} {_differs(s, group[0], ('seed',))}{'  ' + detail if detail else ''}")
+    print(f"{counts['done']} of {len(runs)} runs done" + "".join(f", {n} {state}" for state, n in counts.items() if state != "done"))
+    folder = Path(s.out)/s.dataset
+    made = {m["name"] for m in load_results(folder)} if folder.is_dir() else set()
+    word = lambda n: "made" if n in made else "failed (see failed/)" if (folder/"failed"/f"{n}.ipynb").exists() else "to make"
+    for name in experiments_of(s, args.experiment): print(f"{name}: {word(name)}")
 
 # %% ../nbs/50_run.ipynb #8e0199ef
 def _params(args):
@@ -256,7 +314,17 @@ def _params(args):
     s = study(layered(*args.name))
     for f in STUDY_FIELDS: print(f"{f.name:<14} {str(getattr(s, f.name)):<12} {f.metadata['doc']}")
 
-# %% ../nbs/50_run.ipynb #77bfd449
+# %% ../nbs/50_run.ipynb #94c52a35
+def _add_cluster(c):
+    c = c.add_argument_group("on a cluster")
+    c.add_argument("--cluster", choices=("local", "slurm"), default="local", help="where the runs are trained; local: in processes of this machine")
+    c.add_argument("--partition", metavar="NAME", help="Slurm's partition; its default if not given")
+    c.add_argument("--gpus", type=int, metavar="N", help="GPUs of a job, 0 or 1")
+    c.add_argument("--cpus", type=int, metavar="N", help="CPUs of a job")
+    c.add_argument("--time", metavar="LENGTH", help="time limit of a job, such as 90m, 8h or 2d (8h if not given); a longer run is continued")
+    c.add_argument("--sbatch", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of sbatch, such as account=mine mem=32G")
+    c.add_argument("--detach", action="store_true", help="submit and return; `cl-nscl status` tells the rest")
+
 def parser() -> argparse.ArgumentParser:
     "The command line `cl-nscl`."
     top = argparse.ArgumentParser("cl-nscl", description="How closely does self-supervised contrastive learning track its supervised twin?")
@@ -266,21 +334,26 @@ def parser() -> argparse.ArgumentParser:
         c = commands.add_parser(fn.__name__.strip("_"), help=fn.__doc__, description=fn.__doc__[0].upper() + fn.__doc__[1:] + ".", **kw)
         c.set_defaults(fn=fn)
         return c
-    names = ", ".join(study_files())
-    c = add(_reproduce, epilog=f"Files in params/: {names}. `cl-nscl params` lists what --set takes.")
-    c.add_argument("dataset", help="a data set with a file in params/, or a YAML file of your own")
-    c.add_argument("--preset", nargs="*", default=[], metavar="NAME", help="overlays such as smoke or paper, later ones win")
-    c.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="parameters by hand, such as tau=0.1 epochs=20 seeds=3")
-    c.add_argument("--experiment", nargs="*", metavar="NAME", help=f"only these: {', '.join(POINTS)}")
-    c.add_argument("--seeds", type=int, metavar="N", help="short for --set seeds=N")
+    epilog = f"Files in params/: {', '.join(study_files())}. `cl-nscl params` lists what --set takes."
+    def add_study(fn):
+        c = add(fn, epilog=epilog)
+        c.add_argument("dataset", help="a data set with a file in params/, or a YAML file of your own")
+        c.add_argument("--preset", nargs="*", default=[], metavar="NAME", help="overlays such as smoke or paper, later ones win")
+        c.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="parameters by hand, such as tau=0.1 epochs=20 seeds=3")
+        c.add_argument("--experiment", nargs="*", metavar="NAME", help=f"only these: {', '.join(POINTS)}")
+        c.add_argument("--seeds", type=int, metavar="N", help="short for --set seeds=N")
+        return c
+    c = add_study(_reproduce)
     c.add_argument("--jobs", type=int, metavar="N", help="short for --set jobs=N: training processes; 0: one for each core")
     c.add_argument("--dry-run", action="store_true", help="list the runs, say which exist and how long the others will take; train nothing")
+    _add_cluster(c)
+    add_study(_status)
     c = add(_params)
     c.add_argument("name", nargs="*", help="data set and presets")
     compare.add_command(commands); calculator.add_command(commands)
     return top
 
-# %% ../nbs/50_run.ipynb #da6e61c7
+# %% ../nbs/50_run.ipynb #c7bb32c5
 def main(
     argv: list[str] | None = None, # Arguments; `None`: the command line's
 ) -> int: # Exit code: 0 done, 1 a run or notebook failed, 2 a mistake of the user, 130 interrupted
@@ -290,6 +363,9 @@ def main(
     except UserError as e: code, text = 2, e
     except (Failed, Incomplete, Diverged, NotebookFailed, OSError) as e: code, text = 1, e
     except KeyboardInterrupt: code, text = 130, "interrupted; the same command continues where it stopped"
+    except (MemoryError, RuntimeError) as e:
+        if not out_of_memory(e): raise
+        code, text = 1, reason(e)
     else: return 0
     print(f"cl-nscl {args.command}: {text}", file=sys.stderr)
     return code

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['content_hash', 'CannotWrite', 'write_atomic', 'sweep', 'stored_files', 'is_whole', 'set_aside', 'read_stored',
            'write_stored', 'ending', 'Run', 'stored_run', 'open_run', 'mark_failed', 'failure', 'save_checkpoint',
-           'load_checkpoint', 'load_snapshot', 'history', 'provenance', 'locked', 'holder', 'resumable', 'train_runs']
+           'load_checkpoint', 'load_snapshot', 'history', 'provenance', 'locked', 'holder', 'resumable', 'Paused',
+           'train_runs']
 
 # %% ../nbs/20_store.ipynb #97e81af4
 import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
@@ -296,7 +297,10 @@ def resumable(
         yield step, group
         left = rest
 
-# %% ../nbs/20_store.ipynb #a2ce11ae
+# %% ../nbs/20_store.ipynb #2aa73f6b
+class Paused(Exception):
+    "Raised by a `report`: write a checkpoint now, and stop."
+
 def train_runs(
     runs: list[Run], # Twins: runs that agree in everything but the objective
     device: str = "cpu",
@@ -320,7 +324,7 @@ def train_runs(
 
 def _alone(run): return ((step, *zip(*group)) for step, group in resumable([run]))
 
-# %% ../nbs/20_store.ipynb #58f1313b
+# %% ../nbs/20_store.ipynb #588cdffc
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses = torch.zeros(len(runs), twins.clock.T)
@@ -334,7 +338,8 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
     try:
         for loss in train(twins):
             losses[:, twins.t - 1] = loss
-            report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
+            try: report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
+            except Paused: _store(runs, twins, losses); raise
             if twins.t in twins.clock.snapshots or time.time() - saved > seconds:
                 _store(runs, twins, losses)
                 saved = time.time()
