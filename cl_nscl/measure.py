@@ -160,7 +160,7 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #809bfa35
+# %% ../nbs/26_measure.ipynb #5fdf740d
 MEASURE_VERSION = 2 # goes up when the same runs would give other rows
 COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
 MEASURES = {"alignment": pair_rows, "downstream": downstream_rows, "collapse": collapse_rows, "loss_gap": loss_gap_rows}
@@ -177,12 +177,12 @@ def measured(
     steps = steps[-1:] if last else steps
     asked = json.dumps([MEASURE_VERSION, what, [r.id for r in runs], n_ref, steps])
     folder, key = runs[0].path.parent/"measured", hashlib.sha256(asked.encode()).hexdigest()[:16]
+    sweep(folder, older=60)
     file = next((f for f in folder.glob(f"{key}-*.csv") if content_hash(f.read_bytes()) == f.stem[17:]), None) # another content than its name says: measured again
     if not file:
         ds = dataset_of(runs[0].p)
         rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS].to_csv(index=False).encode()
         folder.mkdir(exist_ok=True)
-        sweep(folder, older=60)
         file = write_atomic(folder/f"{key}-{content_hash(rows)}.csv", rows)
     exact = lambda text: text.map(lambda v: float(v or "nan")) # every digit; pandas' own parser may drop the last one
     return pd.read_csv(file, dtype={"epoch": str, "value": str}, keep_default_na=False).assign(epoch=lambda d: exact(d.epoch), value=lambda d: exact(d.value))

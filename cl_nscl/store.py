@@ -238,13 +238,14 @@ def history(
     means = [losses[(t - 1) // per_epoch * per_epoch : t].double().mean().item() for t in ends]
     return pd.DataFrame(dict(step=ends, epoch=[t / per_epoch for t in ends], lr=[peak_lr(p) * schedule(t - 1, T, W) for t in ends], loss=means))
 
-# %% ../nbs/20_store.ipynb #3e4a84c8
+# %% ../nbs/20_store.ipynb #2e14a452
 def provenance() -> dict: # Versions, machine, commit: plain strings and numbers
     "What a result depends on besides its parameters."
     def git(*args):
         try: return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10).stdout.strip()
         except (OSError, subprocess.SubprocessError, NameError): return ""
-    cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "") if Path("/proc/cpuinfo").exists() else ""
+    info = Path("/proc/cpuinfo")
+    cpu = next((l.split(":")[1].strip() for l in info.read_text().splitlines() if l.startswith("model name")), "") if info.exists() else ""
     versions = {n: metadata.version(n) for n in ("torch", "torchvision", "numpy")}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return dict(commit=git("rev-parse", "HEAD"), modified=bool(git("status", "--porcelain", "-uno")), python=platform.python_version(), **versions,
