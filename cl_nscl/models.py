@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ENCODERS', 'seeded', 'init_weights', 'stem_for', 'ResNet', 'ViT', 'encoder_named', 'evaluating', 'fitting',
-           'encoder_record', 'projector', 'Twin', 'build_twin', 'extract', 'strip_prefix', 'load_weights']
+           'encoder_record', 'projector', 'Twin', 'build_twin', 'extract', 'load_weights']
 
-# %% ../nbs/10_models.ipynb #1d26d633
+# %% ../nbs/10_models.ipynb #83e7b69f
 import contextlib, hashlib, inspect, sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,7 +15,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vision_transformer import VisionTransformer
 
-from .core import Params, UserError, import_plugins, key_seed, pick, plugin_file
+from .core import Params, UserError, import_plugins, key_seed, pick, plugin_file, strip_prefix
 
 # %% ../nbs/10_models.ipynb #9b764861
 @contextlib.contextmanager
@@ -235,19 +235,6 @@ def extract(
     for x in batches:
         with evaluating(model.encoder), torch.no_grad(): h = model.encoder(x)
         yield h
-
-# %% ../nbs/10_models.ipynb #6919df9b
-def strip_prefix(
-    state: dict[str, object], # A state dict, maybe of a wrapped model
-) -> dict[str, object]: # The same values under the plain model's names
-    "Undo the renaming by `DistributedDataParallel` and `torch.compile`."
-    def plain(k):
-        k = k.replace("_orig_mod.", "")
-        while k.startswith("module."): k = k.removeprefix("module.")
-        return k
-    out = {plain(k): v for k, v in state.items()}
-    if len(out) < len(state): raise ValueError("two entries of the state have one name once module. and _orig_mod. are removed")
-    return out
 
 # %% ../nbs/10_models.ipynb #555a4564
 def load_weights(
