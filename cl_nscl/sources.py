@@ -7,8 +7,8 @@ __all__ = ['CIFAR_STATS', 'IMAGENET_STATS', 'COARSE', 'HELD_OUT', 'places', 'cif
            'folder_source', 'folder', 'Rows', 'hub_columns', 'hub_source', 'local_tables', 'hub', 'hub_tables',
            'tiny_imagenet', 'imagenet1k', 'mini_imagenet']
 
-# %% ../nbs/04_sources.ipynb #b478a73a
-import csv, hashlib, logging, pickle
+# %% ../nbs/04_sources.ipynb #03c3092c
+import csv, hashlib, logging, pickle, warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,12 @@ def folder(
                       "make these two folders in one folder and name it as root", "use dataset: hub for a data set of the Hugging Face hub")
     return folder_source(data or "folder", Path(root))
 
-# %% ../nbs/04_sources.ipynb #5ef2638e
+# %% ../nbs/04_sources.ipynb #6a97b0a0
 def _library():
-    try: import datasets
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # of its progress bars in a notebook
+            import datasets
     except ImportError: raise UserError("the Hugging Face library is missing: pip install 'cl_nscl[hub]' (or datasets)") from None
     datasets.disable_progress_bars()
     return datasets
