@@ -224,7 +224,7 @@ def reproduce(
     if wrong: raise Incomplete("\n".join(wrong))
     return folder
 
-# %% ../nbs/50_run.ipynb #a656ccf9
+# %% ../nbs/50_run.ipynb #33808f52
 GPU_RATE = 30e12 # floating-point operations a second: what a GPU of the A100's class sustains on these networks in float32 (TF32)
 
 def forecast(
@@ -235,7 +235,7 @@ def forecast(
     todo, jobs, device = [r for r in runs if not r.done], jobs_of(s.jobs, device_of(s)), device_of(s)
     if not todo: return f"{len(runs)} runs, all of them there: nothing to train"
     seconds, src = estimate(runs, jobs, device), source_of(s)
-    lines = [] if src.pixels else [f"{s.title} is not on this machine: planned with its published N = {len(src.train[0]):,}, timed on noise of its shape"]
+    lines = [] if src.pixels else [f"{s.title} is not on this machine: planned with its published N = {len(src.train[0]):,}, timed on noise of its shape" + (", decoding left out" if s.size > 64 else "")]
     if device == "cpu" and seconds > 3600: lines += [f"there is no GPU here; on one that sustains {GPU_RATE / 1e12:.0f} TFLOP/s: about {operations(todo) / GPU_RATE / 3600:,.1f} GPU-hours ({operations(todo):.2g} operations, counted)"]
     hours = seconds * min(jobs, len(tasks(todo, jobs))) / 3600
     hours = f", {hours:,.0f} {'core' if device == 'cpu' else 'GPU'}-hours" if hours >= 2 else ""

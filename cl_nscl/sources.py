@@ -7,7 +7,7 @@ __all__ = ['CIFAR_STATS', 'IMAGENET_STATS', 'COARSE', 'HELD_OUT', 'places', 'cif
            'folder_source', 'folder', 'Rows', 'hub_columns', 'hub_source', 'local_tables', 'hub', 'hub_tables',
            'tiny_imagenet', 'imagenet1k', 'mini_imagenet']
 
-# %% ../nbs/04_sources.ipynb #03c3092c
+# %% ../nbs/04_sources.ipynb #483ad192
 import csv, hashlib, logging, pickle, warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from .core import UserError, generator
 from .data import MissingData, Source, data_home, draw_per_class, missing
-from .images import class_folders, count_channels, decode, decoded, file_source, image_files, statistics
+from .images import class_folders, count_channels, decode, decoded, file_source, image_files, sample_hash, statistics
 
 # %% ../nbs/04_sources.ipynb #c18b6222
 CIFAR_STATS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -178,7 +178,7 @@ def hub_columns(
     if not label: raise UserError(f"{name}: which column holds the labels? Name it with the parameter labels; its columns: {', '.join(features)}")
     return images[0], label
 
-# %% ../nbs/04_sources.ipynb #6cc0f5ac
+# %% ../nbs/04_sources.ipynb #11f5315b
 def _classes(table, column): # -> labels, names of the classes or the values themselves
     feature, values = table.features[column], table.select_columns([column])[:][column]
     return values, getattr(feature, "names", None)
@@ -205,8 +205,8 @@ def hub_source(
     train, test = (y, torch.arange(len(y))), (y_test, torch.arange(len(y), len(y) + len(y_test)))
     if not held: train, test = _hold_out(*train)
     if not stats: rows = replace(rows, channels=count_channels(rows.raw, train[1]))
-    mean, std = stats or statistics(rows, train[1])
-    return Source(train, test, partial(decoded, rows), tuple(range(len(kinds))), tuple(map(str, kinds)), mean, std, opened=rows,
+    mean, std, listing = *(stats or statistics(rows, train[1])), sample_hash(rows.raw, torch.arange(len(splits["train"])))
+    return Source(train, test, partial(decoded, rows), tuple(range(len(kinds))), tuple(map(str, kinds)), mean, std, opened=rows, listing=listing,
                   found=dict(splits=["train", held or "a fifth of train"], columns=[image, label]))
 
 def _labelled(values): return bool(len(values)) and all(v is not None and (isinstance(v, str) or v >= 0) for v in values)
@@ -216,7 +216,7 @@ def _hold_out(y, ids): # one fifth of each class, the same for everyone -> train
     out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
     return (y[~out], ids[~out]), (y[out], ids[out])
 
-# %% ../nbs/04_sources.ipynb #5ac3faed
+# %% ../nbs/04_sources.ipynb #0e7bb082
 def local_tables(
     folder: Path,
 ) -> dict | None: # Split and Dataset; `None`: no such copy there
@@ -236,24 +236,25 @@ def _split_of(path): # of a parquet file: the first word of its name or of one o
 
 def hub(
     root: str = "", # A copy on this machine; empty: the hub, or the library's own cache
-    data: str = "", # owner/name, or owner/name:configuration
+    data: str = "", # owner/name, with :configuration or @revision behind it where need be
     labels: str = "", # The column of labels, where there are several
 ) -> Source:
     "Any labelled image data set of the Hugging Face hub."
     name, splits = data or "hub", local_tables(Path(root)) if root else None
     if root and not splits: raise missing(name, "save_to_disk copy and no parquet files", [root], "nothing is downloaded when root is given", "put one there", "leave root empty and name the data set with data")
     if not root and not data: raise UserError("hub: which data set? Name one of the Hugging Face hub with data: owner/name, or a copy on this machine with root")
-    return hub_source(name, splits or hub_tables(name, *data.split(":")), labels)
+    return hub_source(name, splits or hub_tables(name, data), labels)
 
 def hub_tables(
     name: str, # For messages
-    repository: str, # owner/name
-    configuration: str | None = None, # Where there are several
+    repository: str, # owner/name, with :configuration or @revision behind it where need be
 ) -> dict: # Split and Dataset
     "The tables of a data set of the hub, downloaded if the library's cache has not got them."
     library = _library()
     library.utils.logging.set_verbosity_error(); logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it tells of every retry
-    try: return dict(library.load_dataset(repository, configuration))
+    path, _, revision = repository.partition("@")
+    path, _, configuration = path.partition(":")
+    try: return dict(library.load_dataset(path, configuration or None, revision=revision or None))
     except Exception as e: # the library raises many kinds
         raise missing(name, f"copy of {repository}", ["the library's cache"], f"the download from huggingface.co failed ({type(e).__name__}: {' '.join(str(e).split())[:300]})",
                       "run once where the download works (a gated set needs `hf auth login` first)", "copy the set here, as parquet files or with save_to_disk, and name its folder as root") from None

@@ -15,7 +15,7 @@ from cl_nscl.images import decode
 from cl_nscl.measure import load_model
 from cl_nscl.store import stored_run, train_runs
 from cl_nscl.twins import Twins, dataset_of, features, train, twin_batch
-from cl_nscl.views import eval_view, split_views, uniforms, view_spec
+from cl_nscl.views import eval_view, split_views, uniforms, view_boxes, view_spec
 
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
@@ -325,6 +325,16 @@ def test_a_streamed_crop_is_torchvisions_crop_of_the_whole_picture(photos):
     assert x[0, 0].permute(1, 2, 0).numpy().tolist() == np.asarray(resized_crop(im, 3, 5, im.height // 2, im.width // 2, [80, 80])).tolist()
 
 
+def test_a_stream_can_be_handed_to_a_process_that_shares_no_memory(photos):
+    ds = load_dataset("imagenet1k", root=photos, size=80)
+    again = pickle.loads(pickle.dumps(ds.train))
+    assert next(again.images(3)).equal(next(ds.train.images(3)))
+    tables = sources.hub_source("mine", dict(train=table(4), test=table(2, 9)))
+    assert pickle.loads(pickle.dumps(tables.opened)).raw(5) == tables.opened.raw(5)
+    boxes = pickle.loads(pickle.dumps(partial(view_boxes, uniforms(0, 0, 10, 2), 0.2)))
+    assert boxes(3, 100, 90).equal(view_boxes(uniforms(0, 0, 10, 2), 0.2, 3, 100, 90))
+
+
 def test_D12_features_of_a_stream_are_the_same_each_time_and_in_the_splits_order(photos):
     p = Params(dataset="imagenet1k", root=photos, size=80, encoder="resnet8", proj_hidden=8, proj_dim=4, B=4, epochs=1)
     twins = Twins([p], dataset_of(p))
@@ -415,6 +425,19 @@ def test_unlabelled_test_splits_are_passed_over_and_a_lone_training_split_is_div
     assert (alone.train[0].bincount().tolist(), alone.test[0].bincount().tolist()) == ([8, 8], [2, 2]) and not set(alone.train[1].tolist()) & set(alone.test[1].tolist())
     words = table(4).remove_columns("label").add_column("class", ["cat", "dog", "cat", "dog"])
     assert sources.hub_source("mine", dict(train=words, test=words)).class_names == ("cat", "dog")
+
+
+def test_two_sets_with_the_same_labels_are_told_apart_by_their_bytes():
+    a, b, c = (fingerprint(sources.hub_source("mine", dict(train=table(6, k), test=table(2, 9)))) for k in (0, 0, 100))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("data, asked", [("me/mine", ("me/mine", None, None)), ("me/mine:small", ("me/mine", "small", None)), ("me/mine:small@v2", ("me/mine", "small", "v2")), ("me/mine@abc", ("me/mine", None, "abc"))])
+def test_a_hub_set_is_named_with_its_configuration_and_revision(monkeypatch, data, asked):
+    got = []
+    def load(path, name, revision): got.append((path, name, revision)); return datasets.DatasetDict(train=table(6), test=table(2, 9))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert load_dataset("hub", data=data, size=8).name == data and got == [asked]
 
 
 def test_a_missing_library_is_one_clear_line(monkeypatch):
