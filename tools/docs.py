@@ -53,7 +53,7 @@ def specs_of(folder: Path) -> list[tuple[str, dict]]:
             for svg in sorted(folder.glob("*.svg")) if svg.with_suffix(".json").exists()]
 
 
-def _plain(svg): return re.sub(r'(\bid="|url\(#|href="#)[^")]+', r"\1", svg)
+def _plain(svg): return re.sub(r"<svg[^>]*>", "<svg>", re.sub(r'(\bid="|url\(#|href="#)[^")]+', r"\1", svg))
 
 
 # ---------------------------------------------------------------- a chart
@@ -81,8 +81,8 @@ def chart(svg: str, spec: dict | None = None) -> str:
     return f'<figure class="chart{" live" if spec else ""}"><div class="drawn">{svg}</div>{more}</figure>'
 
 
-def _output(o, specs):
-    "An output as the site shows it."
+def _output(o, specs, about):
+    "An output as the site shows it; `about` is the text of a picture that is no chart."
     data = o.get("data", {})
     svg = "".join(data.get("image/svg+xml", ""))
     if svg:
@@ -91,6 +91,8 @@ def _output(o, specs):
     if "text/html" in data:
         text = re.sub(r"<style scoped>.*?</style>", "", "".join(data["text/html"]), flags=re.S)
         data["text/html"] = re.sub(r' (?:border="1"|style="text-align: right;")', "", text)
+    elif "image/png" in data:
+        return new_output("display_data", {"text/html": f'<img class="img-fluid" alt="{html.escape(about)}" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'})
     return o
 
 
@@ -101,19 +103,22 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "") -> nbformat.No
     title, about = re.match(r"# (.*)\n\n> (.*)", nb.cells[0].source).groups()
     rest = nb.cells[0].source.split("\n", 3)[3:]
     nb.cells[0] = new_raw_cell("---\n" + yaml.safe_dump(dict(title=title, description=about), allow_unicode=True, width=10**6) + "---\n", id="front")
-    cells = [nb.cells[0]]
+    cells, said = [nb.cells[0]], title
     if note or rest: cells.append(nbformat.v4.new_markdown_cell("\n\n".join([*rest, note]).strip(), id="note"))
     for c in nb.cells[1:]:
         words = re.findall(r"^#\|\s*(\w+)(?::\s*(\w+))?", c.source, re.M) if c.cell_type == "code" else []
         if ("hide", "") in words or any(w == "default_exp" for w, _ in words): continue
-        if c.cell_type == "markdown": c.source = figures(links(c.source, here, home or here), here)
+        if c.cell_type == "markdown":
+            said = re.sub(r"[*_`$#]|\]\([^)]*\)|\[", "", c.source.strip().split("\n\n")[-1]).strip() or said
+            c.source = figures(links(c.source, here, home or here), here)
         if c.cell_type == "code":
             hidden = ("echo", "false") in words
             body = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip("\n")
-            tags = c.metadata.get("tags", [])
+            tags, alt = c.metadata.get("tags", []), re.search(r"^#\| fig-alt: (.*)", c.source, re.M)
             fold = {"parameters": "The notebook's own parameters", "injected-parameters": "The parameters of this execution"}
-            top = "#| echo: false\n" if hidden else "".join(f"#| code-fold: true\n#| code-summary: {fold[t]}\n" for t in fold if t in tags)
-            c.source, c.outputs = top + body, [_output(o, specs) for o in c.outputs]
+            keep = "".join(f"{l}\n" for l in c.source.splitlines() if re.match(r"#\| (?:code-fold|code-summary):", l))
+            top = "#| echo: false\n" + keep if hidden else keep + "".join(f"#| code-fold: true\n#| code-summary: {fold[t]}\n" for t in fold if t in tags)
+            c.source, c.outputs = top + body, [_output(o, specs, alt[1].strip() if alt else said) for o in c.outputs]
             if not body and not c.outputs: continue
         cells.append(c)
     nb.cells = cells
@@ -126,7 +131,7 @@ def links(text: str, here: str, home: str) -> str:
         if re.match(r"[a-z]+:|#|/", m[2]): return m[0]
         path, _, anchor = m[2].partition("#")
         target = os.path.normpath(f"{home}/{path}")
-        if target == "bench": target = "bench/index.md"
+        target = {"bench": "bench/index.md", "results": "results/index.md", "LICENSE": "LICENSE.txt"}.get(target, target)
         return f"{m[1]}{os.path.relpath(target, here)}{'#' + anchor if anchor else ''}{m[3]}"
     code = re.split(r"(```.*?```|`[^`\n]+`)", text, flags=re.S)
     one = lambda t: re.sub(r'((?:src|href)=")([^"]+)(")', moved, re.sub(r"(\]\()([^)\s]+)(\))", moved, t))
@@ -200,7 +205,8 @@ def stage(root: Path, to: Path) -> None:
     shutil.copy(root/"LICENSE", to/"LICENSE.txt"); shutil.copy(root/"_quarto.yml", to)
     for d in data_sets(root):
         for f in [*d.glob("*.csv"), *d.glob("*.html"), *d.glob("*.svg"), *d.glob("*.png")]: shutil.copy(f, to/f.relative_to(root))
-    (to/"tools").mkdir(exist_ok=True); shutil.copy(WEB/"site.css", to/"tools/site.css")
+    for name in ("site.css", "favicon.svg"):
+        (to/"tools/web").mkdir(parents=True, exist_ok=True); shutil.copy(WEB/name, to/"tools/web")
 
 
 def render(folder: Path, out: Path) -> None:

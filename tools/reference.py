@@ -3,7 +3,7 @@
 What a page says comes from the docstring, from the comments beside the arguments (docments), from the limits that a
 parameter is declared with, and from the `raise` statements of a function and of what it calls in its own module.
 """
-import ast, dataclasses, inspect, re
+import ast, dataclasses, functools, inspect, re
 from importlib import import_module
 from pathlib import Path
 
@@ -23,6 +23,7 @@ def notebooks(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def promised(root: Path = ROOT) -> dict[str, list[str]]:
     "Module name -> the names that the README's table of public names lists."
     rows = re.findall(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+) \|$", (root/"README.md").read_text(encoding="utf-8"), re.M)
@@ -45,11 +46,12 @@ def _message(node):
     return "…"
 
 
+@functools.cache
+def _defined(module): return {n.name: n for n in ast.parse(inspect.getsource(import_module(f"cl_nscl.{module}"))).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+
 def errors(module: str, name: str) -> list[tuple[str, str]]:
     "Exception and message of each `raise` that a function can reach within its own module; its methods' for a class."
-    tree = ast.parse(inspect.getsource(import_module(f"cl_nscl.{module}")))
-    defined = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    seen, found, todo = set(), [], [name]
+    defined, seen, found, todo = _defined(module), set(), [], [name]
     while todo:
         if (n := todo.pop(0)) in seen or n not in defined: continue
         seen.add(n)

@@ -37,7 +37,7 @@
     if (narrow && chart.title) chart = { ...chart, title: typeof chart.title === "object" && !Array.isArray(chart.title) ? { ...chart.title, text: folded(chart.title.text), subtitle: folded(chart.title.subtitle) } : folded(chart.title) };
     const drawn = document.createElement("div");
     const keep = { ...own }; delete keep.background; delete keep.view;
-    await window.vegaEmbed(drawn, { ...chart, config: keep }, { renderer: "svg", actions: false, config: config(dark, narrow), tooltip: { theme: dark ? "dark" : "light" } });
+    await window.vegaEmbed(drawn, { ...chart, config: keep }, { renderer: "svg", actions: false, logLevel: 1, config: config(dark, narrow), tooltip: { theme: dark ? "dark" : "light" } });
     const svg = drawn.querySelector("svg");
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", spec.description || "Chart");
