@@ -18,7 +18,10 @@ from cl_nscl.twins import Twins, dataset_of, features, train, twin_batch
 from cl_nscl.views import eval_view, split_views, uniforms, view_boxes, view_spec
 
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
+try: import datasets
+except ImportError:
+    if "hub" in os.environ.get("CL_NSCL_REQUIRE", "").split(","): raise
+    pytest.skip("the extra hub is not installed", allow_module_level=True)
 torch.set_num_threads(1)
 pixels = lambda seed, w=12, h=10: np.random.RandomState(seed).randint(0, 256, (h, w, 3), dtype=np.uint8)
 
@@ -371,6 +374,13 @@ def test_D09_digits_seven_and_two(tmp_path):
     record, done = (json.loads((run.path/f).read_text()) for f in ("data.json", "done.json"))
     assert [(c["label"], c["id"]) for c in record["classes"]] == [(0, 7), (1, 2)] and done["class_ids"] == [7, 2] and done["stem"] == "small"   # D11
     assert load_model(run, max(run.snapshots), ds := dataset_of(p)).head.weight.shape == (2, 4) and set(ds.train.y.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("size, encoder, stem", [(32, "resnet18", "small"), (64, "resnet50", "small"), (96, "resnet18", "imagenet"), (224, "resnet50", "imagenet"), (32, "vit", "patch 4")])
+def test_D11_the_stem_follows_the_size_and_is_what_is_recorded(size, encoder, stem):
+    from cl_nscl.models import ENCODERS, encoder_record
+    with torch.device("meta"): f = ENCODERS[encoder](3, size, 1.0)
+    assert encoder_record(f)["stem"] == stem
 
 
 # The hub
