@@ -85,7 +85,7 @@ def autocast(
     "Within the block, layers compute in the run's `precision`."
     return contextlib.nullcontext() if p.precision == "float32" else torch.autocast(device.type, getattr(torch, p.precision))
 
-# %% ../nbs/13_twins.ipynb #f976acb2
+# %% ../nbs/13_twins.ipynb #2af016ed
 LAYOUT = torch.channels_last
 
 class Twins:
@@ -108,7 +108,7 @@ class Twins:
         if self.p.compile:
             for m in self.models: m.compile(dynamic=False)
         self.nets = [replicated(m) for m in self.models] # what a forward pass calls
-        self.scalers = [torch.amp.GradScaler(self.device.type) if p.precision == "float16" else None for p in runs]
+        self.scalers = [torch.amp.GradScaler(self.device.type, init_scale=2.0**10) if p.precision == "float16" else None for p in runs]
         self.skipped = [0] * len(runs) # steps that overflowed in float16
         here = self.device.type != "cpu" and self.spec.size <= 64 and torch.is_tensor(ds.train.x)
         self.x, self.y = ds.train.x.to(self.device) if here else ds.train.x, ds.train.y.to(self.device)
