@@ -277,3 +277,17 @@ def test_an_error_of_the_writer_stops_the_run(tmp_path, monkeypatch):
     r = stored_run(run("cl"), tmp_path)
     train_runs([r])
     assert r.done and json.loads((r.path/"done.json").read_text())["first_step"] == 0
+
+
+# --- the bench measures the step that is taken
+
+def test_the_phases_of_the_bench_are_the_step(root):
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("bench_step", root/"bench/step.py")
+    spec.loader.exec_module(bench := importlib.util.module_from_spec(spec))
+    a, b = (Twins([run(o) for o in ("cl", "ce")], DS) for _ in range(2))
+    for _ in range(2):
+        twin_step(a)
+        assert {*bench.phased_step(b, bench.Clock(a.device))} == {*bench.PHASES}
+    assert all(same(m.state_dict(), n.state_dict()) for m, n in zip(a.models, b.models)) and a.t == b.t
+    assert bench.flops(P, DS) > 1e6
