@@ -7,7 +7,7 @@ __all__ = ['content_hash', 'write_atomic', 'stored_files', 'read_stored', 'write
            'save_checkpoint', 'load_checkpoint', 'save_snapshot', 'load_snapshot', 'history', 'provenance', 'locked',
            'resumable', 'train_runs']
 
-# %% ../nbs/20_store.ipynb #bbca530c
+# %% ../nbs/20_store.ipynb #f621d30b
 import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load as safe_load, save as safe_save
 
 from .core import Params, UserError, fill, run_id
+from .data import data_record, same_data
 from .distributed import from_main, is_main, world
+from .models import encoder_record
 from .optim import peak_lr, schedule
 from .twins import Diverged, Twins, arithmetic, check_finite, clock, dataset_of, load_state, train, twin_state
 
@@ -102,14 +104,14 @@ def stored_run(
     "The run of `p` in the folder `runs`, whether it was trained or not."
     return Run(p, Path(runs)/run_id(p))
 
-# %% ../nbs/20_store.ipynb #b258c44b
+# %% ../nbs/20_store.ipynb #32e14eb5
 def open_run(
     run: Run,
 ) -> None:
     "Make the run's folder and write its parameters; a folder that holds another run is refused."
     run.path.mkdir(parents=True, exist_ok=True)
-    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=()) # these say where things lie
-    if not file.exists(): write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="")), indent=1) + "\n").encode())
+    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=(), workers=-1) # these say where things lie
+    if not file.exists(): write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="", workers=-1)), indent=1) + "\n").encode())
     elif here(fill(Params(), json.loads(file.read_text()), str(file))) != here(run.p): raise UserError(f"{run.path} holds a run with other parameters: see its params.json")
 
 # %% ../nbs/20_store.ipynb #f26179e2
@@ -234,14 +236,14 @@ def _begin(runs, locks): # what is missing, by the step that it goes on from
     for run in missing: open_run(run)
     return list(resumable(missing))
 
-# %% ../nbs/20_store.ipynb #c4311679
+# %% ../nbs/20_store.ipynb #ed024b12
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
-    losses = torch.zeros(len(runs), twins.clock.T, device=twins.device)
+    losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
     if first:
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
         load_state(twins, states)
-    from_main(lambda: _drop_newer(runs, first))
+    from_main(lambda: _prepare(runs, first, record))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         later = lambda: pool.submit(_store, runs, twins.clock, [_copied(twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
         write, saved = None if first or not is_main() else later(), start
@@ -257,11 +259,16 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
         except Diverged as e:
             concurrent.futures.wait([write] if write else [])
             raise Diverged(f"{e}; last good checkpoints: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
-    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **provenance())
+    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
     from_main(lambda: _finish(runs, end, twins.skipped))
 
-# %% ../nbs/20_store.ipynb #9411938f
-def _drop_newer(runs, first): # nothing newer than the checkpoint stays
+# %% ../nbs/20_store.ipynb #21986f3d
+def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
+    if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
+    else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
+
+def _prepare(runs, first, record): # the data are those that the run has seen; nothing newer than the checkpoint stays
+    for run in runs: _keep_record(run.path/"data.json", record)
     for newer in [f for r in runs for kind in ("checkpoint", "snapshot") for t, f in stored_files(r.path, kind).items() if t > first]: newer.unlink()
 
 def _finish(runs, end, skipped):

@@ -7,7 +7,7 @@ __all__ = ['LAYOUT', 'Clock', 'clock', 'step_randomness', 'arithmetic', 'autocas
            'twin_images', 'twin_batch', 'twin_outputs', 'Diverged', 'check_finite', 'twin_loss', 'batch_gradient',
            'cached_gradient', 'twin_step', 'twin_state', 'load_state', 'train', 'features', 'all_features']
 
-# %% ../nbs/13_twins.ipynb #eae2e434
+# %% ../nbs/13_twins.ipynb #93eac22c
 import contextlib, hashlib, os, warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from .core import Params, UserError, key_seed, pick, run_id, twin_key
-from .data import Dataset, Split, batches, load_dataset
+from .data import Dataset, Split, Stream, batches, load_dataset
 from .distributed import agree, gather, gather_rows, global_batch_norm, my_rows, no_sync, rank, replicated, share, world
 from .losses import OBJECTIVES
 from .models import Twin, build_twin, extract, load_weights
 from .optim import build_optimizer, peak_lr, schedule, step as update
-from .views import ViewSpec, eval_view, uniforms, view_spec, views
+from .views import ViewSpec, eval_view, split_views, to_device, uniforms, view_spec, views
 
 # %% ../nbs/13_twins.ipynb #61c30f8f
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def autocast(
     "Within the block, layers compute in the run's `precision`."
     return contextlib.nullcontext() if p.precision == "float32" else torch.autocast(device.type, getattr(torch, p.precision))
 
-# %% ../nbs/13_twins.ipynb #2af016ed
+# %% ../nbs/13_twins.ipynb #cddb8c9f
 LAYOUT = torch.channels_last
 
 class Twins:
@@ -110,11 +110,11 @@ class Twins:
         self.nets = [replicated(m) for m in self.models] # what a forward pass calls
         self.scalers = [torch.amp.GradScaler(self.device.type, init_scale=2.0**10) if p.precision == "float16" else None for p in runs]
         self.skipped = [0] * len(runs) # steps that overflowed in float16
-        here = self.device.type != "cpu" and self.spec.size <= 64 and torch.is_tensor(ds.train.x)
-        self.x, self.y = ds.train.x.to(self.device) if here else ds.train.x, ds.train.y.to(self.device)
-        self._epoch = None
+        small = self.spec.size <= 64 and isinstance(ds.train, Split)
+        self.x, self.y = ds.train.x.to(self.device) if small else ds.train.x, ds.train.y.to(self.device)
+        self._epoch = self._ahead = None
 
-# %% ../nbs/13_twins.ipynb #3edb403a
+# %% ../nbs/13_twins.ipynb #33c8c509
 def check_shares(
     p: Params,
     runs: list[Params], # The twins
@@ -124,49 +124,53 @@ def check_shares(
     W = world()
     if W > 1:
         agree("the runs to train", [run_id(q) for q in runs])
-        agree("the data set", hashlib.sha256(ds.train.ids.numpy().tobytes() + ds.train.y.numpy().tobytes()).hexdigest()[:12])
+        agree("the data set", hashlib.sha256(ds.fingerprint.encode() + ds.train.ids.numpy().tobytes() + ds.train.y.numpy().tobytes()).hexdigest()[:12])
     if p.B % W: raise UserError(f"parameter B = {p.B}: cannot be shared by {W} processes; must be a multiple of {W}")
     if p.chunk % W: raise UserError(f"parameter chunk = {p.chunk}: cannot be shared by {W} processes; must be a multiple of {W}")
     if p.chunk == 1: raise UserError("parameter chunk = 1: a forward pass needs at least two images; 0: the whole batch at once")
 
-# %% ../nbs/13_twins.ipynb #7a91a138
+# %% ../nbs/13_twins.ipynb #161e9722
 def dataset_of(
     p: Params,
 ) -> Dataset:
     "The data set of a run."
-    return load_dataset(p.dataset, root=p.root, classes=p.classes, n_train=p.n_train, size=p.size, seed=p.seed)
+    same = ("root", "data", "labels", "classes", "n_train", "size", "seed", "stream", "workers")
+    return load_dataset(p.dataset, **{k: getattr(p, k) for k in same})
 
-# %% ../nbs/13_twins.ipynb #9df58bee
-def _there(device, *tensors): # on the device, without making the host wait
-    if device.type == "cpu": return tensors
-    return [(t.pin_memory() if torch.cuda.is_available() else t).to(device, non_blocking=True) for t in tensors]
-
-def _rows(twins, t): # positions of the whole batch, on the host and on the device, and the epoch's uniforms on the device
-    p, N, (epoch, k) = twins.p, len(twins.ds.train), divmod(t, twins.clock.per_epoch)
+# %% ../nbs/13_twins.ipynb #1d2d3e2c
+def _drawn(twins, epoch): # its order and uniforms, on the host; for images in memory also on the device
     if twins._epoch is None or twins._epoch[0] != epoch:
-        index = batches(p.seed, epoch, N, p.B)
-        twins._epoch = epoch, index, *_there(twins.device, index, uniforms(p.seed, epoch, N, p.K))
-    _, index, there, u = twins._epoch
-    return index[k], there[k], u
+        p, train = twins.p, twins.ds.train
+        drawn = batches(p.seed, epoch, len(train), p.B), uniforms(p.seed, epoch, len(train), p.K)
+        twins._epoch = epoch, *drawn, *(to_device(twins.device, *drawn) if isinstance(train, Split) else drawn)
+    return twins._epoch[1:]
 
 def twin_images(
-    twins: Twins,
+    twins: Twins, # With images in memory
     t: int, # A step
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: # x uint8 [B / W, channels, H, W], its uniforms [B / W, K, P], labels of the whole batch int64 [B]
     "This process's images of step `t` and the numbers behind their views, on the twins' device."
-    i, j, u = _rows(twins, t)
-    mine = share(j)
-    x = twins.x[mine] if torch.is_tensor(twins.x) and twins.x.device == j.device else _there(twins.device, twins.x[share(i)])[0]
-    return x, u[mine], twins.y[j]
+    epoch, k = divmod(t, twins.clock.per_epoch)
+    index, _, there, u = _drawn(twins, epoch)
+    mine = share(there[k])
+    x = twins.x[mine] if twins.x.device == there.device else to_device(twins.device, twins.x[share(index[k])])[0]
+    return x, u[mine], twins.y[there[k]]
 
-# %% ../nbs/13_twins.ipynb #ccd693bd
+# %% ../nbs/13_twins.ipynb #3eaaaf44
 def twin_batch(
     twins: Twins,
     t: int, # A step
 ) -> tuple[torch.Tensor, torch.Tensor]: # Views float32 [K, B / W, channels, size, size], labels of the whole batch int64 [B]
     "Views and labels of step `t`, on the twins' device: a function of the seed and `t` alone."
-    x, u, y = twin_images(twins, t)
-    return views(x, u, twins.spec), y
+    if isinstance(twins.ds.train, Split):
+        x, u, y = twin_images(twins, t)
+        return views(x, u, twins.spec), y
+    epoch, k = divmod(t, twins.clock.per_epoch)
+    index, u, *_ = _drawn(twins, epoch)
+    if twins._ahead is None or twins._ahead[0] != (epoch, k):
+        twins._ahead = (epoch, k), split_views(twins.ds.train, torch.stack([*map(share, index[k:])]), u, twins.spec, twins.device)
+    v, twins._ahead = next(twins._ahead[1]), ((epoch, k + 1), twins._ahead[1])
+    return v, to_device(twins.device, twins.ds.train.y[index[k]])[0]
 
 # %% ../nbs/13_twins.ipynb #814dd4ea
 def twin_outputs(
@@ -307,24 +311,24 @@ def train(
         due = (twins.t + 1) % every == 0 or twins.t + 1 in twins.clock.snapshots
         yield twin_step(twins, check=due)
 
-# %% ../nbs/13_twins.ipynb #335ff19a
+# %% ../nbs/13_twins.ipynb #10001353
 def features(
     model: Twin,
-    split: Split,
+    split: Split | Stream,
     spec: ViewSpec,
     chunk: int = 512, # Images per forward pass
 ) -> Iterator[torch.Tensor]: # Chunks of h, float32 [<= chunk, d], in the split's order
     "The encoder's output on a split, in evaluation mode and in the split's order."
     device = next(model.parameters()).device
-    return extract(model, (eval_view(x.to(device), spec) for x in split.x.split(chunk)))
+    return extract(model, (eval_view(x.to(device), spec) for x in split.images(chunk)))
 
-# %% ../nbs/13_twins.ipynb #09f898f4
+# %% ../nbs/13_twins.ipynb #70c61250
 def all_features(
     model: Twin,
-    split: Split,
+    split: Split | Stream,
     spec: ViewSpec,
     chunk: int = 512, # Images per forward pass
 ) -> torch.Tensor: # h float32 [N, d], each image once, in the split's order, on every process
     "The encoder's output on a whole split; several processes share the work."
-    rows, N = my_rows(len(split)), len(split)
-    return gather_rows(torch.cat([*features(model, Split(split.x[rows], split.y[rows], split.ids[rows]), spec, chunk)]), N)
+    N = len(split)
+    return gather_rows(torch.cat([*features(model, split.rows(torch.arange(N)[my_rows(N)]), spec, chunk)]), N)

@@ -6,18 +6,20 @@
 __all__ = ['COLUMNS', 'N_UNIFORMS', 'ORDERS', 'JITTER', 'uniforms', 'ViewSpec', 'view_spec', 'crop_box', 'resize_weights',
            'crop_resize', 'to_grey', 'adjust_brightness', 'adjust_contrast', 'adjust_saturation', 'adjust_hue',
            'jitter_values', 'colour_jitter', 'blur_weights', 'gaussian_blur', 'check_images', 'normalise', 'one_view',
-           'views', 'eval_view']
+           'views', 'eval_view', 'to_device', 'view_boxes', 'views_of_crops', 'split_views']
 
-# %% ../nbs/02_views.ipynb #e9765f7e
+# %% ../nbs/02_views.ipynb #f521ac9f
 import functools, math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from .core import Params, generator
-from .data import Dataset
+from .data import Dataset, Split, Stream
 
 # %% ../nbs/02_views.ipynb #550bd448
 COLUMNS = dict(area=slice(0, 10), ratio=slice(10, 20), top=20, left=21, flip=22, jitter=23, order=24, brightness=25,
@@ -279,3 +281,46 @@ def eval_view(
     f = x.float().div_(255)
     if x.shape[2:] != (spec.size, spec.size): f = crop_resize(f, whole, torch.zeros(len(x), dtype=torch.bool, device=x.device), spec.size).clamp_(0, 1)
     return normalise(f, spec)
+
+# %% ../nbs/02_views.ipynb #81f0f570
+def to_device(
+    device: torch.device | str,
+    *tensors: Tensor, # On the host
+) -> tuple[Tensor, ...]: # On the device
+    "Copies on the device, without making the host wait for them."
+    if torch.device(device).type == "cpu": return tensors
+    return tuple((t.pin_memory() if torch.cuda.is_available() else t).to(device, non_blocking=True) for t in tensors)
+
+# %% ../nbs/02_views.ipynb #848bab69
+def view_boxes(
+    u: Tensor, # Uniform numbers of all samples, float32 [N, K, P]
+    crop: float, # Smallest area, as a share of the image
+    i: int, # Position of the sample
+    H: int, # Height of its image
+    W: int, # Width
+) -> Tensor: # Top, left, height, width in pixels, int64 [K, 4]
+    "The crops of one sample; with its first two arguments filled in, what `Stream.crops` asks for."
+    return crop_box(u[i], H, W, crop)
+
+def views_of_crops(
+    x: Tensor, # Crops, uint8 [B, K, channels, size, size]
+    u: Tensor, # Uniform numbers, float32 [B, K, P]
+    spec: ViewSpec,
+) -> Tensor: # float32 [K, B, channels, size, size]
+    "Views of images that are cropped already: flip, colours, blur, normalisation."
+    u = u.clone()
+    u[..., COLUMNS["ratio"]] = 0.5 # a square: with a crop of everything, the whole image
+    return torch.cat([views(x[:, k], u[:, k:k + 1], replace(spec, crop=1.0)) for k in range(x.shape[1])])
+
+def split_views(
+    split: Split | Stream,
+    rows: Tensor, # Positions, int64 [steps, B]
+    u: Tensor, # Uniform numbers of the whole split, float32 [N, K, P]
+    spec: ViewSpec,
+    device: torch.device | str = "cpu", # Where the views are made
+) -> Iterator[Tensor]: # Of each step, float32 [K, B, channels, size, size]
+    "The views of each step's batch."
+    if isinstance(split, Split):
+        for i in rows: yield views(*to_device(device, split.x[i], u[i]), spec)
+    else:
+        for i, x in zip(rows, split.crops(rows, partial(view_boxes, u, spec.crop))): yield views_of_crops(*to_device(device, x, u[i]), spec)
