@@ -44,7 +44,7 @@ def clock(
     T = p.steps or p.epochs * per_epoch
     return Clock(per_epoch, T, round(p.warmup * per_epoch), tuple(sorted({round(T * k / p.snapshots) for k in range(p.snapshots + 1)})))
 
-# %% ../nbs/13_twins.ipynb #2fd5fb9a
+# %% ../nbs/13_twins.ipynb #757e304f
 @contextlib.contextmanager
 def step_randomness(
     seed: int, # The run's seed
@@ -55,7 +55,9 @@ def step_randomness(
     'torch\'s global generators, forked and seeded with the stream `"step", t` (and the pass and the process, if there are several).'
     gpus, which = [device] if device.type == "cuda" else [], (first, rank()) if first or rank() else ()
     with torch.random.fork_rng(devices=gpus):
-        torch.manual_seed(key_seed(seed, "step", t, *which))
+        torch.default_generator.manual_seed(key := key_seed(seed, "step", t, *which))
+        for gpu in gpus: # this one alone: the caller may use the others
+            with torch.cuda.device(gpu): torch.cuda.manual_seed(key)
         yield
 
 # %% ../nbs/13_twins.ipynb #23d2dae6
