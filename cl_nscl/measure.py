@@ -6,7 +6,7 @@
 __all__ = ['PAIR_METRICS', 'MEASURE_VERSION', 'COLUMNS', 'MEASURES', 'load_model', 'reference', 'snapshot_steps', 'pair_rows',
            'downstream_rows', 'collapse_rows', 'loss_gap_rows', 'measured', 'alignment']
 
-# %% ../nbs/26_measure.ipynb #cc7ec328
+# %% ../nbs/26_measure.ipynb #38f4c01d
 import hashlib, json, warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from .losses import OBJECTIVES, cl_loss, nscl_loss
 from .models import Twin, build_twin, load_weights
 from .probes import fit_linear_probe, nccc
 from .similarity import Similarity
-from .store import Run, load_snapshot, write_atomic
+from .store import Run, content_hash, load_snapshot, sweep, write_atomic
 from .twins import clock, dataset_of, features
 from .views import split_views, uniforms, view_spec
 from .weights import mean_weight_gap
@@ -160,7 +160,7 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #a357c2ed
+# %% ../nbs/26_measure.ipynb #5fdf740d
 MEASURE_VERSION = 2 # goes up when the same runs would give other rows
 COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
 MEASURES = {"alignment": pair_rows, "downstream": downstream_rows, "collapse": collapse_rows, "loss_gap": loss_gap_rows}
@@ -176,12 +176,14 @@ def measured(
     rows_of, steps = pick(MEASURES, what, "measure"), snapshot_steps(runs)
     steps = steps[-1:] if last else steps
     asked = json.dumps([MEASURE_VERSION, what, [r.id for r in runs], n_ref, steps])
-    file = runs[0].path.parent/"measured"/f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.csv"
-    if not file.exists():
+    folder, key = runs[0].path.parent/"measured", hashlib.sha256(asked.encode()).hexdigest()[:16]
+    sweep(folder, older=60)
+    file = next((f for f in folder.glob(f"{key}-*.csv") if content_hash(f.read_bytes()) == f.stem[17:]), None) # another content than its name says: measured again
+    if not file:
         ds = dataset_of(runs[0].p)
-        rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS]
-        file.parent.mkdir(exist_ok=True)
-        write_atomic(file, rows.to_csv(index=False).encode())
+        rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS].to_csv(index=False).encode()
+        folder.mkdir(exist_ok=True)
+        file = write_atomic(folder/f"{key}-{content_hash(rows)}.csv", rows)
     exact = lambda text: text.map(lambda v: float(v or "nan")) # every digit; pandas' own parser may drop the last one
     return pd.read_csv(file, dtype={"epoch": str, "value": str}, keep_default_na=False).assign(epoch=lambda d: exact(d.epoch), value=lambda d: exact(d.value))
 

@@ -7,10 +7,11 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
            'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
            'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'tasks', 'estimate', 'operations',
-           'duration', 'Progress', 'Failed', 'train_plan', 'jobs_of', 'point_rows']
+           'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed', 'check_failures',
+           'train_plan', 'jobs_of', 'point_rows']
 
-# %% ../nbs/45_plan.ipynb #6843f1dd
-import concurrent.futures, dataclasses, functools, itertools, json, os, queue, subprocess, sys, threading, time, traceback
+# %% ../nbs/45_plan.ipynb #efb10e6a
+import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,10 @@ from .losses import OBJECTIVES
 from .measure import measured
 from .models import build_twin, encoder_named
 from .optim import LR_RULES, OPTIMIZERS
-from .store import Run, stored_run, train_runs
+from .store import CannotWrite, Run, mark_failed, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #fe14a185
+# %% ../nbs/45_plan.ipynb #4efd30c2
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -48,6 +49,7 @@ class Study(Params):
     jobs: int = par(0, "training processes; 0: one for each core (one on a GPU)", lo=0, named=False)
     threads: int = par(1, "threads of each training process; another number changes the last bits of a result", lo=1, named=False)
     device: str = par("auto", "where to train: auto, cpu, cuda or cuda:<n>", named=False)
+    cell_minutes: float = par(120.0, "longest time of one cell of a notebook, then it counts as failed; 0: no limit", lo=0, named=False)
 
     @property
     def title(self): # of its data set, for people and for the folder of its results
@@ -399,7 +401,7 @@ def duration(
     "A length of time for people."
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h" if seconds < 360000 else f"{seconds / 86400:,.0f} days"
 
-# %% ../nbs/45_plan.ipynb #13bec7f2
+# %% ../nbs/45_plan.ipynb #71936e70
 class Progress:
     "Progress of a known amount of work: a bar on a terminal, a line every tenth elsewhere."
     def __init__(self, total: int, what: str):
@@ -409,59 +411,87 @@ class Progress:
         with self.lock:
             self.n += amount
             if self.bar: self.bar.update(amount)
-            elif (tenth := 10 * self.n // self.total) > self.told:
+            elif (tenth := 10 * min(self.n, self.total) // self.total) > self.told:
                 self.told, left = tenth, (time.time() - self.start) * (self.total - self.n) / self.n
                 print(f"{self.what}: {10 * tenth} %, about {duration(left)} left", flush=True)
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #1b743c36
-def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N" and "ended WHY" on standard output
-    for line in sys.stdin:
-        task = json.loads(line)
-        torch.set_num_threads(task["threads"])
-        with open(task["log"], "w") as log: os.dup2(log.fileno(), 2)
-        try: why = _train_task(task)
-        except Exception as e:
-            traceback.print_exc()
-            why = f"{type(e).__name__}: {' '.join(str(e).split())}"
-        print("ended", why, flush=True)
+# %% ../nbs/45_plan.ipynb #10264fa0
+def out_of_memory(e): return isinstance(e, (MemoryError, torch.cuda.OutOfMemoryError)) or "allocate memory" in str(e) # the CPU's allocator raises a plain RuntimeError
 
-def _train_task(task):
-    told, gained = time.time(), 0
-    def report(steps, t, losses):
-        nonlocal told, gained
-        gained += steps * len(losses) * task["params"][0]["B"]
-        if time.time() - told > 0.2: tell()
-    def tell():
-        nonlocal told, gained
-        print("gained", gained, flush=True)
-        told, gained = time.time(), 0
+def reason(
+    e: Exception,
+) -> str: # One line
+    "Why something failed, for people."
+    text = " ".join(str(e).split())
+    if out_of_memory(e): return f"out of memory; fewer jobs at a time need less, then the same command continues ({text or type(e).__name__})"
+    return text if isinstance(e, (UserError, CannotWrite)) else f"{type(e).__name__}: {text}"
+
+def train_task(
+    task: dict, # params: of each twin; folder: of the runs; device; threads
+    gained: Callable[[int], None], # Told how many images were looked at since the last call
+    say: Callable[[str], None], # Told what is waited for
+) -> None:
+    "Train twins that are described by plain values, in whatever process this is."
+    torch.set_num_threads(task["threads"])
     params = [Params(**p) for p in task["params"]]
     import_plugins(params[0].plugins)
-    train_runs([stored_run(p, task["folder"]) for p in params], task["device"], report)
-    tell()
-    return ""
+    train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
-# %% ../nbs/45_plan.ipynb #657e2734
+# %% ../nbs/45_plan.ipynb #61d43eb5
+def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N", "said TEXT" and "ended WHY" on what was standard output
+    answers = os.fdopen(os.dup(1), "w")
+    answer = lambda *words: print(*words, file=answers, flush=True)
+    for line in sys.stdin:
+        task, told, images = json.loads(line), time.time(), 0
+        def gained(n):
+            nonlocal told, images
+            images += n
+            if time.time() - told > 0.2: answer("gained", images); told, images = time.time(), 0
+        try:
+            with open(task["log"], "w") as log: os.dup2(log.fileno(), 1); os.dup2(log.fileno(), 2)
+            train_task(task, gained, lambda text: answer("said", text))
+            answer("gained", images); answer("ended")
+        except Exception as e:
+            traceback.print_exc()
+            answer("ended", reason(e))
+
+# %% ../nbs/45_plan.ipynb #40a8fdf0
 def _ask(process, runs, device, threads, progress): # -> "" or why the task failed
     log = runs[0].path/"log.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     task = dict(params=[dataclasses.asdict(r.p) for r in runs], folder=str(runs[0].path.parent), device=device, threads=threads, log=str(log))
-    try: process.stdin.write(json.dumps(task) + "\n"); process.stdin.flush()
-    except BrokenPipeError: pass
+    with contextlib.suppress(BrokenPipeError): process.stdin.write(json.dumps(task) + "\n"); process.stdin.flush()
     for line in process.stdout:
         word, _, rest = line.strip().partition(" ")
         if word == "gained": progress.add(int(rest))
+        elif word == "said": print(rest, flush=True)
         else: return rest and f"{rest} (log: {log})"
-    code = process.wait()
-    return f"killed by signal {-code}" + (", out of memory?" if code == -9 else "") if code < 0 else f"the process ended with code {code} (log: {log})"
+    if (code := process.wait()) < 0: return f"killed by signal {-code}{', out of memory?' if code == -9 else ''} (log: {log})"
+    process.early.seek(0)
+    return f"the process ended with code {code} ({(process.early.read().strip().splitlines() or ['no message'])[-1]}; log: {log})"
 
-# %% ../nbs/45_plan.ipynb #514d3152
+# %% ../nbs/45_plan.ipynb #fe5014d7
 class Failed(RuntimeError):
     "Some runs of a plan failed; the others are done. Names each and why."
 
-# %% ../nbs/45_plan.ipynb #d765ec88
+def failed(
+    runs: list[Run], # Twins
+    why: str,
+) -> str: # A line for people
+    "Leave a note beside each run of the group that is not done."
+    for r in runs: mark_failed(r, why)
+    return f"{', '.join(r.p.objective for r in runs if not r.done)} (seed {runs[0].p.seed}): {why}"
+
+def check_failures(
+    failures: list[str], # As `failed` gives them
+    groups: int, # How many groups there were
+) -> None:
+    "Raise `Failed` unless all went well."
+    if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
+
+# %% ../nbs/45_plan.ipynb #dcd5131b
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
@@ -476,8 +506,7 @@ def train_plan(
     todo = tasks(missing, jobs := jobs_of(jobs, device))
     jobs = min(jobs, len(todo))
     print(f"training {len(missing)} runs, {sum(clock(r.p, train_size(r.p)).T for r in missing)} steps in all, in {jobs} process{'es' if jobs > 1 else ''}", flush=True)
-    failures = _run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training"))
-    if failures: raise Failed(f"{len(failures)} of {len(todo)} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
+    check_failures(_run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training")), len(todo))
     return len(missing)
 
 @functools.cache
@@ -487,13 +516,15 @@ def _fingerprint(*which): # empty: the data are not here
 
 def jobs_of(jobs, device): return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
 
-# %% ../nbs/45_plan.ipynb #b18637dd
+# %% ../nbs/45_plan.ipynb #cf8bdb77
 def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each failure
     left, failures, live, stop = queue.SimpleQueue(), [], set(), threading.Event()
     for runs in todo: left.put(runs)
     def start():
-        live.add(p := subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        early = tempfile.TemporaryFile("w+") # what it says before its first task
+        live.add(p := subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=early, text=True,
                                        env=os.environ | {"OMP_NUM_THREADS": str(threads)}))
+        p.early = early
         return p
     def work():
         process = start()
@@ -502,8 +533,9 @@ def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each fa
             except queue.Empty: break
             if process.poll() is not None: process = start()
             why = _ask(process, runs, device, threads, progress)
-            if why: failures.append(f"{', '.join(r.p.objective for r in runs)} (seed {runs[0].p.seed}): {why}")
-        process.stdin.close(); process.wait()
+            if why: failures.append(failed(runs, why))
+        with contextlib.suppress(BrokenPipeError): process.stdin.close()
+        process.wait()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
             for done in [pool.submit(work) for _ in range(jobs)]: done.result()

@@ -5,29 +5,28 @@
 # %% auto #0
 __all__ = ['EPILOG', 'setting', 'chosen', 'progress', 'train_seed', 'add_command', 'main']
 
-# %% ../nbs/48_train.ipynb #d05cee5c
+# %% ../nbs/48_train.ipynb #4fb9b0eb
 import argparse, contextlib, dataclasses, os, sys, time
 from collections.abc import Callable, Iterator
 
-import yaml
 from tqdm import tqdm
 
-from .core import UserError, pick
+from .core import UserError, parse_yaml, pick
 from .distributed import is_main, processes, world
 from .losses import OBJECTIVES
 from .plan import Study, device_of, duration, layered, study, study_files, train_size, twins_of
 from .store import Run, stored_run, train_runs
 from .twins import Diverged, clock
 
-# %% ../nbs/48_train.ipynb #5c8d1f3b
+# %% ../nbs/48_train.ipynb #0f380ba5
 def setting(
     text: str, # "tau=0.1"
 ) -> tuple[str, object]: # ("tau", 0.1)
     "A name and a YAML value from the command line."
     name, eq, value = text.partition("=")
     if not eq: raise UserError(f"--set {text}: must be name=value, such as tau=0.1")
-    try: return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError: raise UserError(f"--set {text}: the value is not valid YAML") from None
+    try: return name.strip(), parse_yaml(value)
+    except UserError as e: raise UserError(f"--set {text}: {e}") from None
 
 # %% ../nbs/48_train.ipynb #41bf5f8a
 def chosen(
