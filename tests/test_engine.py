@@ -2,12 +2,14 @@
 import contextlib, dataclasses, json, threading, time
 
 import pytest, torch
+from PIL import Image
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cl_nscl import store, twins as module
 from cl_nscl.core import Params, UserError, run_id
+from cl_nscl.data import Stream
 from cl_nscl.store import stored_run, train_runs
 from cl_nscl.twins import Twins, arithmetic, batch_gradient, cached_gradient, dataset_of, features, load_state, train, twin_batch, twin_state, twin_step
 
@@ -28,24 +30,28 @@ def without_norms(m):
 # --- no host synchronisation in the step
 
 class Watch(TorchDispatchMode):
-    "Which operations bring numbers to the host, or let it wait for a copy to the device."
+    "Which operations let the host wait for a copy to or from the device. (Reading a number of a meta tensor, or indexing by its values, is an error by itself.)"
     def __init__(self): super().__init__(); self.waits, self.copies = [], 0
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        out, name = f(*args, **(kwargs or {})), str(f)
-        devices = {t.device.type for t in tree_leaves((args, kwargs, out)) if torch.is_tensor(t)}
-        crossed = len(devices) > 1
+        out = f(*args, **(kwargs or {}))
+        crossed = len({t.device.type for t in tree_leaves((args, kwargs, out)) if torch.is_tensor(t)}) > 1
         if crossed and (kwargs or {}).get("non_blocking"): self.copies += 1
-        elif crossed or any(w in name for w in ("local_scalar", "nonzero", "masked_select", "unique", "aten.equal")): self.waits.append(name)
+        elif crossed: self.waits.append(str(f))
         return out
 
 
-def watched_steps(n, check=False, **kw):
+def watched_steps(n, check=False, ds=None, **kw):
     "On the meta device the code takes the branches of a GPU, and there is nothing that could be read."
     p = dataclasses.replace(P, blur=0.5, **kw)
-    tw = Twins([dataclasses.replace(p, objective=o) for o in ALL], dataset_of(p), "meta")
+    tw = Twins([dataclasses.replace(p, objective=o) for o in ALL], ds or dataset_of(p), "meta")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "autocast", lambda *a, **k: contextlib.nullcontext())              # torch knows none for meta
         twin_step(tw, check=False)                                                            # constants go to the device once
+        made = torch.tensor
+        def tensor(*a, device=None, **k):                                                     # a list on a device: a copy that no mode sees
+            assert device is None or torch.device(device).type == "cpu", "torch.tensor makes the host wait"
+            return made(*a, **k)
+        patch.setattr(torch, "tensor", tensor)
         with Watch() as w:
             for _ in range(n): twin_step(tw, check=check)
     return w
@@ -67,10 +73,20 @@ def test_large_images_are_handed_over_without_a_wait():
     assert not w.waits and w.copies == 1
 
 
+def test_streamed_images_are_handed_over_without_a_wait():
+    images = [Image.fromarray(x[0].numpy()) for x in DS.train.x]
+    ds = dataclasses.replace(DS, train=Stream(images.__getitem__, DS.train.y, torch.arange(len(images)), 1, P.size))
+    w = watched_steps(1, ds=ds)
+    assert not w.waits and w.copies == 3                                                        # crops, uniforms, labels
+
+
 def test_the_watch_sees_a_wait():
     with pytest.raises(Exception, match="(?i)meta|data-dependent|item"): watched_steps(1, check=True)         # a look at the losses, asked for
-    with Watch() as w: torch.ones(3).sum().item(); torch.ones(3).nonzero(); torch.ones(3).to("meta")
-    assert len(w.waits) == 3
+    x = torch.ones(3, device="meta")
+    for read in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x.nonzero(), lambda: x[x > 0], lambda: x.cpu(), lambda: x.tolist()):
+        with pytest.raises((RuntimeError, NotImplementedError)): read()
+    with Watch() as w: torch.ones(3).to("meta"); torch.ones(3).to("meta", non_blocking=True)
+    assert len(w.waits) == 1 and w.copies == 1
 
 
 # --- precision
