@@ -29,13 +29,13 @@ def is_main() -> bool:
     "Is this the one that writes files and speaks?"
     return rank() == 0
 
-# %% ../nbs/05_distributed.ipynb #b3e59155
+# %% ../nbs/05_distributed.ipynb #5ad7cad1
 def local_device(
     device: str, # cpu, cuda or cuda:<n>
 ) -> str: # With the number of this process's GPU
     "The device of this process: `cuda` becomes the GPU of its rank on this machine."
     if not device.startswith("cuda") or "LOCAL_RANK" not in os.environ: return device
-    if device != "cuda" and os.environ["LOCAL_WORLD_SIZE"] != "1": raise UserError(f"device = {device}: several processes would share one GPU; say cuda, and each takes its own")
+    if device != "cuda" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1": raise UserError(f"device = {device}: several processes would share one GPU; say cuda, and each takes its own")
     n, have = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if n >= have: raise UserError(f"process {n} of this machine has no GPU: there are {have}; start at most {have} processes on it (--nproc-per-node)")
     return f"cuda:{n}"

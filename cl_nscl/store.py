@@ -334,7 +334,7 @@ def _alone(run): # -> step, (run,), (state,)
     [(step, group)] = resumable([run])
     return step, *zip(*group)
 
-# %% ../nbs/20_store.ipynb #90941c26
+# %% ../nbs/20_store.ipynb #95a20b53
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
@@ -352,7 +352,7 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
                 try: report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
                 except Paused:
                     if write: write.result()
-                    later().result()
+                    if is_main(): later().result()
                     raise
                 due, late = twins.t in twins.clock.snapshots, time.time() - saved > seconds
                 if due or late and world() == 1: settled()

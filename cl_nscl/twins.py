@@ -7,7 +7,7 @@ __all__ = ['LAYOUT', 'Clock', 'clock', 'step_randomness', 'arithmetic', 'autocas
            'twin_images', 'twin_batch', 'twin_outputs', 'Diverged', 'check_finite', 'twin_loss', 'batch_gradient',
            'cached_gradient', 'twin_step', 'twin_state', 'load_state', 'train', 'features', 'all_features']
 
-# %% ../nbs/13_twins.ipynb #6de501dd
+# %% ../nbs/13_twins.ipynb #93eac22c
 import contextlib, hashlib, os, warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .distributed import agree, gather, gather_rows, global_batch_norm, my_rows,
 from .losses import OBJECTIVES
 from .models import Twin, build_twin, extract, load_weights
 from .optim import build_optimizer, peak_lr, schedule, step as update
-from .views import ViewSpec, eval_view, split_views, uniforms, view_spec, views
+from .views import ViewSpec, eval_view, split_views, to_device, uniforms, view_spec, views
 
 # %% ../nbs/13_twins.ipynb #61c30f8f
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def clock(
     T = p.steps or p.epochs * per_epoch
     return Clock(per_epoch, T, round(p.warmup * per_epoch), tuple(sorted({round(T * k / p.snapshots) for k in range(p.snapshots + 1)})))
 
-# %% ../nbs/13_twins.ipynb #2fd5fb9a
+# %% ../nbs/13_twins.ipynb #757e304f
 @contextlib.contextmanager
 def step_randomness(
     seed: int, # The run's seed
@@ -55,7 +55,9 @@ def step_randomness(
     'torch\'s global generators, forked and seeded with the stream `"step", t` (and the pass and the process, if there are several).'
     gpus, which = [device] if device.type == "cuda" else [], (first, rank()) if first or rank() else ()
     with torch.random.fork_rng(devices=gpus):
-        torch.manual_seed(key_seed(seed, "step", t, *which))
+        torch.default_generator.manual_seed(key := key_seed(seed, "step", t, *which))
+        for gpu in gpus: # this one alone: the caller may use the others
+            with torch.cuda.device(gpu): torch.cuda.manual_seed(key)
         yield
 
 # %% ../nbs/13_twins.ipynb #23d2dae6
@@ -85,7 +87,7 @@ def autocast(
     "Within the block, layers compute in the run's `precision`."
     return contextlib.nullcontext() if p.precision == "float32" else torch.autocast(device.type, getattr(torch, p.precision))
 
-# %% ../nbs/13_twins.ipynb #ed186438
+# %% ../nbs/13_twins.ipynb #cddb8c9f
 LAYOUT = torch.channels_last
 
 class Twins:
@@ -108,13 +110,13 @@ class Twins:
         if self.p.compile:
             for m in self.models: m.compile(dynamic=False)
         self.nets = [replicated(m) for m in self.models] # what a forward pass calls
-        self.scalers = [torch.amp.GradScaler(self.device.type) if p.precision == "float16" else None for p in runs]
+        self.scalers = [torch.amp.GradScaler(self.device.type, init_scale=2.0**10) if p.precision == "float16" else None for p in runs]
         self.skipped = [0] * len(runs) # steps that overflowed in float16
-        here = self.device.type != "cpu" and self.spec.size <= 64 and torch.is_tensor(ds.train.x)
-        self.x, self.y = ds.train.x.to(self.device) if here else ds.train.x, ds.train.y.to(self.device)
+        small = self.spec.size <= 64 and isinstance(ds.train, Split)
+        self.x, self.y = ds.train.x.to(self.device) if small else ds.train.x, ds.train.y.to(self.device)
         self._epoch = self._ahead = None
 
-# %% ../nbs/13_twins.ipynb #3edb403a
+# %% ../nbs/13_twins.ipynb #33c8c509
 def check_shares(
     p: Params,
     runs: list[Params], # The twins
@@ -124,7 +126,7 @@ def check_shares(
     W = world()
     if W > 1:
         agree("the runs to train", [run_id(q) for q in runs])
-        agree("the data set", hashlib.sha256(ds.train.ids.numpy().tobytes() + ds.train.y.numpy().tobytes()).hexdigest()[:12])
+        agree("the data set", hashlib.sha256(ds.fingerprint.encode() + ds.train.ids.numpy().tobytes() + ds.train.y.numpy().tobytes()).hexdigest()[:12])
     if p.B % W: raise UserError(f"parameter B = {p.B}: cannot be shared by {W} processes; must be a multiple of {W}")
     if p.chunk % W: raise UserError(f"parameter chunk = {p.chunk}: cannot be shared by {W} processes; must be a multiple of {W}")
     if p.chunk == 1: raise UserError("parameter chunk = 1: a forward pass needs at least two images; 0: the whole batch at once")
@@ -137,30 +139,26 @@ def dataset_of(
     same = ("root", "data", "labels", "classes", "n_train", "size", "seed", "stream", "workers")
     return load_dataset(p.dataset, **{k: getattr(p, k) for k in same})
 
-# %% ../nbs/13_twins.ipynb #4ddd2227
-def _there(device, *tensors): # on the device, without making the host wait
-    if device.type == "cpu": return tensors
-    return [(t.pin_memory() if torch.cuda.is_available() else t).to(device, non_blocking=True) for t in tensors]
-
-def _rows(twins, t): # which batch of the epoch; all positions and uniforms of the epoch, on the host and on the device
-    p, N, (epoch, k) = twins.p, len(twins.ds.train), divmod(t, twins.clock.per_epoch)
+# %% ../nbs/13_twins.ipynb #1d2d3e2c
+def _drawn(twins, epoch): # its order and uniforms, on the host; for images in memory also on the device
     if twins._epoch is None or twins._epoch[0] != epoch:
-        index = batches(p.seed, epoch, N, p.B)
-        u = uniforms(p.seed, epoch, N, p.K)
-        twins._epoch = epoch, index, u, *_there(twins.device, index, u)
-    return k, *twins._epoch[1:]
+        p, train = twins.p, twins.ds.train
+        drawn = batches(p.seed, epoch, len(train), p.B), uniforms(p.seed, epoch, len(train), p.K)
+        twins._epoch = epoch, *drawn, *(to_device(twins.device, *drawn) if isinstance(train, Split) else drawn)
+    return twins._epoch[1:]
 
 def twin_images(
-    twins: Twins,
+    twins: Twins, # With images in memory
     t: int, # A step
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: # x uint8 [B / W, channels, H, W], its uniforms [B / W, K, P], labels of the whole batch int64 [B]
     "This process's images of step `t` and the numbers behind their views, on the twins' device."
-    k, index, _, there, u = _rows(twins, t)
+    epoch, k = divmod(t, twins.clock.per_epoch)
+    index, _, there, u = _drawn(twins, epoch)
     mine = share(there[k])
-    x = twins.x[mine] if torch.is_tensor(twins.x) and twins.x.device == mine.device else _there(twins.device, twins.x[share(index[k])])[0]
+    x = twins.x[mine] if twins.x.device == there.device else to_device(twins.device, twins.x[share(index[k])])[0]
     return x, u[mine], twins.y[there[k]]
 
-# %% ../nbs/13_twins.ipynb #8595cfd8
+# %% ../nbs/13_twins.ipynb #3eaaaf44
 def twin_batch(
     twins: Twins,
     t: int, # A step
@@ -169,11 +167,12 @@ def twin_batch(
     if isinstance(twins.ds.train, Split):
         x, u, y = twin_images(twins, t)
         return views(x, u, twins.spec), y
-    k, index, u, there, _ = _rows(twins, t)
-    if twins._ahead is None or twins._ahead[0] != t:
-        twins._ahead = t, split_views(twins.ds.train, torch.stack([*map(share, index[k:])]), u, twins.spec, twins.device)
-    v, twins._ahead = next(twins._ahead[1]), (t + 1 if k + 1 < len(index) else None, twins._ahead[1])
-    return v, twins.y[there[k]]
+    epoch, k = divmod(t, twins.clock.per_epoch)
+    index, u, *_ = _drawn(twins, epoch)
+    if twins._ahead is None or twins._ahead[0] != (epoch, k):
+        twins._ahead = (epoch, k), split_views(twins.ds.train, torch.stack([*map(share, index[k:])]), u, twins.spec, twins.device)
+    v, twins._ahead = next(twins._ahead[1]), ((epoch, k + 1), twins._ahead[1])
+    return v, to_device(twins.device, twins.ds.train.y[index[k]])[0]
 
 # %% ../nbs/13_twins.ipynb #814dd4ea
 def twin_outputs(
@@ -325,7 +324,7 @@ def features(
     device = next(model.parameters()).device
     return extract(model, (eval_view(x.to(device), spec) for x in split.images(chunk)))
 
-# %% ../nbs/13_twins.ipynb #5bff2b71
+# %% ../nbs/13_twins.ipynb #70c61250
 def all_features(
     model: Twin,
     split: Split | Stream,
@@ -333,5 +332,5 @@ def all_features(
     chunk: int = 512, # Images per forward pass
 ) -> torch.Tensor: # h float32 [N, d], each image once, in the split's order, on every process
     "The encoder's output on a whole split; several processes share the work."
-    rows, N = my_rows(len(split)), len(split)
-    return gather_rows(torch.cat([*features(model, split.rows(rows), spec, chunk)]), N)
+    N = len(split)
+    return gather_rows(torch.cat([*features(model, split.rows(torch.arange(N)[my_rows(N)]), spec, chunk)]), N)

@@ -6,7 +6,7 @@
 __all__ = ['COLUMNS', 'N_UNIFORMS', 'ORDERS', 'JITTER', 'uniforms', 'ViewSpec', 'view_spec', 'crop_box', 'resize_weights',
            'crop_resize', 'to_grey', 'adjust_brightness', 'adjust_contrast', 'adjust_saturation', 'adjust_hue',
            'jitter_values', 'colour_jitter', 'blur_weights', 'gaussian_blur', 'check_images', 'normalise', 'one_view',
-           'views', 'eval_view', 'view_boxes', 'views_of_crops', 'split_views']
+           'views', 'eval_view', 'to_device', 'view_boxes', 'views_of_crops', 'split_views']
 
 # %% ../nbs/02_views.ipynb #f521ac9f
 import functools, math
@@ -282,7 +282,16 @@ def eval_view(
     if x.shape[2:] != (spec.size, spec.size): f = crop_resize(f, whole, torch.zeros(len(x), dtype=torch.bool, device=x.device), spec.size).clamp_(0, 1)
     return normalise(f, spec)
 
-# %% ../nbs/02_views.ipynb #54dce563
+# %% ../nbs/02_views.ipynb #81f0f570
+def to_device(
+    device: torch.device | str,
+    *tensors: Tensor, # On the host
+) -> tuple[Tensor, ...]: # On the device
+    "Copies on the device, without making the host wait for them."
+    if torch.device(device).type == "cpu": return tensors
+    return tuple((t.pin_memory() if torch.cuda.is_available() else t).to(device, non_blocking=True) for t in tensors)
+
+# %% ../nbs/02_views.ipynb #848bab69
 def view_boxes(
     u: Tensor, # Uniform numbers of all samples, float32 [N, K, P]
     crop: float, # Smallest area, as a share of the image
@@ -312,6 +321,6 @@ def split_views(
 ) -> Iterator[Tensor]: # Of each step, float32 [K, B, channels, size, size]
     "The views of each step's batch."
     if isinstance(split, Split):
-        for i in rows: yield views(split.x[i].to(device), u[i].to(device), spec)
+        for i in rows: yield views(*to_device(device, split.x[i], u[i]), spec)
     else:
-        for i, x in zip(rows, split.crops(rows, partial(view_boxes, u, spec.crop))): yield views_of_crops(x.to(device), u[i].to(device), spec)
+        for i, x in zip(rows, split.crops(rows, partial(view_boxes, u, spec.crop))): yield views_of_crops(*to_device(device, x, u[i]), spec)

@@ -3,15 +3,16 @@ import contextlib, dataclasses, json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pandas as pd, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
+from PIL import Image
 from torch import nn
 
-from cl_nscl import distributed, store
-from cl_nscl.core import Params, UserError, run_id
-from cl_nscl.distributed import (GlobalBatchNorm, agree, from_main, gather, gather_rows, global_batch_norm, is_main, local_device, my_rows, rank,
-                                 replicated, share, world)
+from cl_nscl import store
+from cl_nscl.core import Params, UserError
+from cl_nscl.data import Stream
+from cl_nscl.distributed import from_main, gather, gather_rows, global_batch_norm, is_main, local_device, my_rows, rank, replicated, share
 from cl_nscl.losses import cl_loss
 from cl_nscl.store import stored_run, train_runs
-from cl_nscl.twins import Diverged, Twins, all_features, dataset_of, features, twin_batch, twin_images, twin_state, twin_step
+from cl_nscl.twins import Diverged, Twins, all_features, dataset_of, twin_batch, twin_images, twin_step
 
 ALL = ("cl", "ntxent", "nscl", "scl", "ce")
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.5, proj_hidden=16, proj_dim=8, B=24, epochs=5, warmup=1, lr=0.02, flip=0, snapshots=2)
@@ -139,6 +140,18 @@ def test_views_and_batches_are_those_of_one_process():
     for r, got in enumerate(parts):
         for (x, u, y, v), (xr, ur, yr, vr) in zip(one, got):
             assert torch.equal(x[r::2], xr) and torch.equal(u[r::2], ur) and torch.equal(y, yr) and torch.equal(v[:, r::2], vr)
+
+
+def streamed_batches():
+    images = [Image.fromarray(x[0].numpy()) for x in DS.train.x]
+    tw = Twins([run("cl")], dataclasses.replace(DS, train=Stream(images.__getitem__, DS.train.y, torch.arange(len(images)), 1, P.size)))
+    return [twin_batch(tw, t) for t in (0, 1, 6, 2)]
+
+
+def test_streamed_batches_are_those_of_one_process():
+    one, parts = streamed_batches(), together(2, streamed_batches)
+    for r, got in enumerate(parts):
+        for (v, y), (vr, yr) in zip(one, got): assert torch.equal(v[:, r::2], vr) and torch.equal(y, yr)
 
 
 @pytest.mark.parametrize("norm", [True, False])

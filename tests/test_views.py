@@ -5,7 +5,7 @@ from torchvision.transforms.v2 import functional as F
 
 from cl_nscl.core import Params
 from cl_nscl.data import batches, load_dataset, loader
-from cl_nscl.views import COLUMNS, N_UNIFORMS, ViewSpec, crop_box, eval_view, jitter_values, uniforms, view_spec, views
+from cl_nscl.views import COLUMNS, N_UNIFORMS, ViewSpec, crop_box, eval_view, jitter_values, one_view, uniforms, view_spec, views
 
 torch.set_num_threads(1)
 FULL = ViewSpec(32, blur=0.5, mean=(0.5, 0.4, 0.6), std=(0.2, 0.3, 0.25))
@@ -56,6 +56,15 @@ def test_a_view_is_bit_identical_in_any_company(size, H, W, channels, n, threads
             assert views(x[i:i + 1], u[i:i + 1], spec)[:, 0].equal(z[:, i]) and eval_view(x[i:i + 1], spec)[0].equal(e[i])
             assert views(x[i:i + 1], u[i:i + 1, 1:], spec)[0, 0].equal(z[1, i])    # nor does a view depend on the other views
     finally: torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size, H, W, channels, n", [(32, 32, 32, 3, 200), (32, 8, 8, 1, 150), (40, 64, 50, 3, 40), (16, 20, 20, 3, 60)])
+@pytest.mark.parametrize("change", [{}, dict(blur=0.0, hue=0.0), dict(jitter=1.0, blur=1.0), dict(jitter=0.0, grey=1.0)])
+def test_the_branch_of_a_gpu_gives_the_same_bits(size, H, W, channels, n, change):
+    "All samples through all operations, each keeping its own: no index that the host would have to wait for."
+    x, u = images(n, channels, H, W), uniforms(0, 0, n, 1)[:, 0]
+    spec = ViewSpec(size, **dict(blur=0.5) | change, mean=(0.5,) * channels, std=(0.2,) * channels)
+    assert one_view(x, u, spec, masked=True).equal(one_view(x, u, spec, masked=False))
 
 
 def test_views_read_their_row_and_change_nothing():
