@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UserError', 'pick', 'key_seed', 'generator', 'par', 'Params', 'checked', 'fill', 'plugin_file', 'import_plugins',
-           'run_id', 'twin_key', 'parse_yaml', 'read_yaml', 'params_table']
+           'run_id', 'twin_key', 'parse_yaml', 'read_yaml', 'strip_prefix', 'params_table']
 
 # %% ../nbs/00_core.ipynb #6b56e4f7
 import dataclasses, difflib, hashlib, importlib.util, json, re, sys, typing
@@ -63,15 +63,19 @@ def par(
     "Declare a field of `Params`."
     return field(default=default, metadata=dict(doc=doc, lo=lo, hi=hi, above=above, choices=choices, named=named, later=later))
 
-# %% ../nbs/00_core.ipynb #6791ba18
+# %% ../nbs/00_core.ipynb #dc0be379
 @dataclass(frozen=True, kw_only=True)
 class Params:
     "Everything that determines a run. Two runs with equal parameters are the same run."
     dataset: str = par("digits", "name of the data set")
     root: str = par("", "folder that holds the data; empty: the user's cache folder", named=False)
+    data: str = par("", "which data, where dataset is folder or hub: a name of your own, or the name on the Hugging Face hub", later=True)
+    labels: str = par("", "which labels, where there are several: coarse for cifar100, a column for hub; empty: the usual ones", later=True)
+    workers: int = par(-1, "processes that decode streamed images; -1: one for each core beside a GPU, none without one", lo=-1, named=False)
     classes: tuple[int, ...] = par((), "original class ids to keep, in this order; empty: the default of the data set, mostly all")
     n_train: int = par(0, "training samples, drawn per class; 0: all", lo=0)
     size: int = par(32, "side of the images in pixels, after loading", lo=4)
+    stream: str = par("auto", "decode batch by batch and crop from the whole picture: yes, no, or auto (files above 64 pixels or 4 GiB)", choices=("auto", "yes", "no"), later=True)
     K: int = par(2, "views of each image", lo=2)
     crop: float = par(0.2, "smallest area of the random resized crop, as a share of the image", above=0, hi=1)
     flip: float = par(0.5, "probability of a horizontal flip", lo=0, hi=1)
@@ -103,6 +107,10 @@ class Params:
     snapshots: int = par(10, "equally spaced snapshots after the one at step 0", lo=1)
     seed: int = par(0, "names every random stream of the run", lo=0)
     plugins: tuple[str, ...] = par((), "Python files or modules to import first; they register objectives, encoders or data sets", later=True)
+    precision: str = par("float32", "arithmetic of the forward pass: float32, bfloat16 or float16; weights, losses and metrics stay in float32", choices=("float32", "bfloat16", "float16"), later=True)
+    chunk: int = par(0, "images of one forward pass; the gradient is still that of the whole batch, in two passes; 0: the whole batch at once", lo=0, later=True)
+    compile: int = par(0, "1: compile the networks with torch.compile", lo=0, hi=1, later=True)
+    deterministic: int = par(0, "1: only operations that give the same bits each time, also on a GPU; slower there", lo=0, hi=1, later=True)
 
     def __post_init__(self):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))
@@ -237,6 +245,19 @@ def read_yaml(
     nested = lambda v: isinstance(v, (dict, set)) or isinstance(v, list) and any(isinstance(i, (list, dict, tuple)) for i in v)
     if not isinstance(values, dict) or any(nested(v) or not isinstance(k, str) for k, v in values.items()): raise UserError(f"{path}: must be flat lines of the form name: value")
     return values
+
+# %% ../nbs/00_core.ipynb #6919df9b
+def strip_prefix(
+    state: dict[str, object], # A state dict, maybe of a wrapped model
+) -> dict[str, object]: # The same values under the plain model's names
+    "Undo the renaming by `DistributedDataParallel` and `torch.compile`."
+    def plain(k):
+        k = k.replace("_orig_mod.", "")
+        while k.startswith("module."): k = k.removeprefix("module.")
+        return k
+    out = {plain(k): v for k, v in state.items()}
+    if len(out) < len(state): raise ValueError("two entries of the state have one name once module. and _orig_mod. are removed")
+    return out
 
 # %% ../nbs/00_core.ipynb #9d369d74
 def params_table(

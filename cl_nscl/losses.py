@@ -205,12 +205,12 @@ def ce_loss(
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)))
 
-# %% ../nbs/11_losses.ipynb #e4865905
+# %% ../nbs/11_losses.ipynb #f267f5f1
 @dataclass(frozen=True)
 class Objective:
     "What a run minimises: `fn(z, y, tau, pairs)` gives a scalar."
-    name: str # Word in parameter files: "nscl"
-    fn: Callable # (z [K, B, d], y [B], tau, pairs) -> scalar; with `needs_head`, z are the logits [K, B, C]
+    name: str # Word in parameter files, a Python name: "nscl"
+    fn: Callable # (z [K, B, d], y [B], tau, pairs) -> scalar in nats; with `needs_head`, z are the logits [K, B, C]
     needs_labels: bool # Does the loss read y?
     needs_head: bool # Does it act on a linear head's logits?
     title: str # Name in charts and tables: "NSCL"
@@ -224,13 +224,24 @@ OBJECTIVES = {o.name: o for o in (
     Objective("ce", lambda z, y, tau, pairs: ce_loss(z, y), True, True, "CE"),
 )}
 
-# %% ../nbs/11_losses.ipynb #da60a3ad
+# %% ../nbs/11_losses.ipynb #4fb8f487
+_OWN = frozenset(OBJECTIVES) # the names that stay
+
+def _origin(fn):
+    "Where a function was written: a file, or the module of what is no plain function; a notebook is one place."
+    module = getattr(fn, "__module__", None) or type(fn).__module__
+    return module if module == "__main__" or not hasattr(fn, "__code__") else fn.__code__.co_filename
+
 def register(
-    objective: Objective, # With a name that is not taken
+    objective: Objective, # Its name is a Python name that nobody else has taken
 ) -> Objective: # The same, so that a notebook can show it
-    "Add an objective to `OBJECTIVES`."
-    if objective.name in OBJECTIVES: raise UserError(f"objective {objective.name!r} exists already; choose another name than {', '.join(OBJECTIVES)}")
-    OBJECTIVES[objective.name] = objective
+    "Add an objective to `OBJECTIVES`; the same notebook or file may replace its own."
+    name, old = objective.name, OBJECTIVES.get(objective.name)
+    if not isinstance(name, str) or not name.isidentifier(): raise UserError(f"objective {name!r}: its name must be a Python name, such as barlow")
+    if not callable(objective.fn): raise UserError(f"objective {name!r}: fn must be a function of (z, y, tau, pairs), not {type(objective.fn).__name__}")
+    if name in _OWN or old and _origin(old.fn) != _origin(objective.fn):
+        raise UserError(f"objective {name!r} exists already; choose another name than {', '.join(OBJECTIVES)}")
+    OBJECTIVES[name] = objective
     return objective
 
 # %% ../nbs/11_losses.ipynb #958fc02b

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'SHAPES', 'SPARES', 'TITLES', 'title', 'styles', 'mark_bad', 'over_seeds', 'thin', 'panel',
-           'trend_chart', 'alignment_chart', 'weights_chart', 'bar_chart', 'heat_chart', 'renumbered', 'save_chart']
+           'trend_chart', 'alignment_chart', 'weights_chart', 'bar_chart', 'heat_chart', 'renumbered', 'chart_svg',
+           'save_chart', 'notebook_charts']
 
-# %% ../nbs/40_plots.ipynb #ce0ecafa
-import io, math, re, warnings
+# %% ../nbs/40_plots.ipynb #818146bf
+import html, io, math, re, warnings
 from pathlib import Path
 
 import altair as alt
@@ -15,14 +16,15 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-# %% ../nbs/40_plots.ipynb #6679ddd0
+from .losses import OBJECTIVES
+
+# %% ../nbs/40_plots.ipynb #f161c753
 COLOURS = {"cl": "#000000", "nscl": "#0072B2", "scl": "#D55E00", "ce": "#009E73", "ntxent": "#CC79A7"}
 DASHES = {"cl": [1, 0], "nscl": [9, 2], "scl": [5, 3], "ce": [2, 2], "ntxent": [9, 2, 2, 2]}
 SHAPES = {"cl": "circle", "nscl": "square", "scl": "triangle-up", "ce": "diamond", "ntxent": "cross"}
 SPARES = [("#E69F00", [1, 0], "triangle-down"), ("#56B4E9", [6, 2], "triangle-right"), ("#882255", [3, 3], "triangle-left"),
     ("#777777", [8, 2, 1, 2], "wedge"), ("#44AA99", [1, 2], "circle"), ("#AA4499", [4, 1, 1, 1], "square"), ("#999933", [7, 4], "diamond")]
 TITLES = {
-    "cl": "CL", "nscl": "NSCL", "scl": "SCL", "ce": "CE", "ntxent": "NT-Xent",
     "cka": "CKA", "cka_debiased": "CKA, debiased", "cka_linear": "CKA of raw features",
     "rsa": "RSA", "weight_gap": "relative weight gap", "drift": "drift, Frobenius norm",
     "nccc": "NCCC accuracy", "linear": "linear-probe accuracy", "knn": "kNN accuracy", "cdnv": "CDNV", "dcdnv": "directional CDNV",
@@ -33,20 +35,21 @@ def title(
     name: str, # An objective, a pair of them, a metric or a column
 ) -> str: # How it is written in charts
     "The words for a name; unknown names stand for themselves."
+    if name in OBJECTIVES: return OBJECTIVES[name].title
     if name in TITLES: return TITLES[name]
     if "-" in name: return " to ".join(title(n) for n in name.split("-"))
     return name.replace("_", " ")
 
-# %% ../nbs/40_plots.ipynb #ff89273f
+# %% ../nbs/40_plots.ipynb #27488d2f
 def styles(
     names: list[str], # Objectives, pairs, or anything else that tells lines apart
 ) -> dict[str, tuple[str, list, str]]: # name -> (colour, dash, shape), all different
     "A style for each name: its objective's own, or a spare one."
-    out, spare = {}, iter(SPARES)
+    known = {o: (COLOURS[o], DASHES[o], SHAPES[o]) for o in COLOURS} | dict(zip([o for o in OBJECTIVES if o not in COLOURS], SPARES))
+    out, own = {}, {name: known.get(str(name).split("-")[-1]) for name in names}
+    spare = (s for s in SPARES if s not in own.values())
     for name in names:
-        key = str(name).split("-")[-1]
-        own = (COLOURS[key], DASHES[key], SHAPES[key]) if key in COLOURS else None
-        try: out[name] = own if own and own not in out.values() else next(spare)
+        try: out[name] = own[name] if own[name] and own[name] not in out.values() else next(spare)
         except StopIteration:
             raise ValueError(f"{len(names)} lines in one chart: at most {len(out)} can be told apart; filter the frame") from None
     return out
@@ -125,7 +128,7 @@ def _bad_layers(df, x, names, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #c9466c3b
+# %% ../nbs/40_plots.ipynb #74952b91
 _LABEL = "format(datum.value, ',~r')" # as an axis format, Vega would round 25 to 30 between far ticks
 
 def panel(
@@ -159,11 +162,11 @@ def panel(
     layers = [ends] if df.low.notna().any() else []
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
     layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
-    if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape))
+    if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
     layers += _bad_layers(df, x, names, series, height)
     return alt.layer(*layers).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
 
-# %% ../nbs/40_plots.ipynb #6c4c21ff
+# %% ../nbs/40_plots.ipynb #98333537
 def _listed(df, keys):
     "What cannot be drawn, a line each for the first three."
     bad = df[df.bad != ""]
@@ -178,7 +181,7 @@ def _head(text, df, keys, notes=()):
     if df.low.notna().any():
         lines.append(f"mean and 95 % interval over {n} seeds" if n > 1 else "with intervals")
         if without: lines.append(f"{without} points have no interval")
-    return alt.TitleParams(text, subtitle=[*lines, *notes, *_listed(df, keys)], anchor="start", fontSize=13, subtitleColor="#444444")
+    return alt.TitleParams(text, subtitle=[*lines, *notes, *_listed(df, keys)], anchor="start", fontSize=13)
 
 # %% ../nbs/40_plots.ipynb #f83e4b59
 def _domain(df, metric, log):
@@ -244,7 +247,7 @@ def weights_chart(
     both = pd.concat([gap, near[near["metric"] == "cka"] if "cka" in set(near["metric"]) else near])
     return trend_chart(both.assign(split=""), "epoch", f"{text}: {split} set", band=True)
 
-# %% ../nbs/40_plots.ipynb #4d68185c
+# %% ../nbs/40_plots.ipynb #f60bd983
 def bar_chart(
     df: pd.DataFrame, # Tidy; `paper`, if present, holds the printed value of each row
     text: str, # The chart's title
@@ -263,7 +266,8 @@ def bar_chart(
         part = df[df.metric == m]
         base = alt.Chart(part).encode(x=alt.X("label:N", sort=labels, title=title(series), axis=alt.Axis(labelAngle=0)))
         colour = alt.Color("label:N", scale=alt.Scale(domain=labels, range=[st[n][0] for n in names]), legend=None)
-        layers = [base.mark_bar(opacity=0.45).encode(y=alt.Y("value:Q", title=f"{title(m)}, {unit}" if unit else title(m)), color=colour)]
+        tips = ["label:N", "value:Q", "low:Q", "high:Q", "n:Q", *(["paper:Q"] if paper is not None else [])]
+        layers = [base.mark_bar(opacity=0.45).encode(y=alt.Y("value:Q", title=f"{title(m)}, {unit}" if unit else title(m)), color=colour, tooltip=tips)]
         layers.append(base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5).encode(y="low:Q", y2="high:Q"))
         if paper is not None: layers.append(base.mark_tick(color="black", thickness=2, size=34).encode(y="paper:Q"))
         layers.append(base.transform_filter("datum.bad != ''").mark_text(dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
@@ -272,7 +276,7 @@ def bar_chart(
     notes = ["black line: the paper's value"] if paper is not None else []
     return alt.hconcat(*panels, title=_head(text, df, keys, notes), description=f"{text}. Bars: {words}.")
 
-# %% ../nbs/40_plots.ipynb #43441677
+# %% ../nbs/40_plots.ipynb #963a2a4a
 def _blocks(v, most):
     "Each value's block, named by its first and last value; single values keep their own name."
     xs = sorted(v.unique()) if pd.api.types.is_numeric_dtype(v) else list(dict.fromkeys(v))
@@ -300,7 +304,7 @@ def heat_chart(
         axis=alt.Axis(labelOverlap=True, labelAngle=0 if side >= 30 or field == "row:N" else -90))
     base = alt.Chart(cells).encode(axis(alt.X, "col:N", xs, kx, x), axis(alt.Y, "row:N", ys, ky, y))
     good, bad = base.transform_filter("datum.bad == ''"), base.transform_filter("datum.bad != ''")
-    ink = alt.condition(f"datum.value > {mid}", alt.value("white"), alt.value("black"))
+    ink = alt.condition(f"datum.value > {mid}", alt.value("white"), alt.value("#111111"))
     fill = alt.Color("value:Q", title=title(metric), scale=alt.Scale(scheme="blues"))
     layers = [good.mark_rect().encode(fill, tooltip=["col:N", "row:N", "value:Q"])]
     if side >= 30: layers.append(good.mark_text(fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
@@ -318,7 +322,17 @@ def renumbered(
     names = {old: f"id{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg)))}
     return re.sub(r'(\bid="|url\(#|href="#)([^")]+)', lambda m: m[1] + names.get(m[2], m[2]), svg)
 
-# %% ../nbs/40_plots.ipynb #a9db5858
+# %% ../nbs/40_plots.ipynb #24da5a70
+def chart_svg(
+    chart: alt.TopLevelMixin | dict, # A chart, or its Vega-Lite specification
+) -> str: # Always the same bytes
+    "The chart as SVG, its description as the text for those who do not see it."
+    chart = alt.Chart.from_dict(chart) if isinstance(chart, dict) else chart
+    chart.save(svg := io.StringIO(), format="svg")
+    about = chart.description if isinstance(chart.description, str) else "Chart"
+    return renumbered(svg.getvalue()).replace("<svg ", f'<svg role="img" aria-label="{html.escape(about)}" ', 1)
+
+# %% ../nbs/40_plots.ipynb #481cae4f
 def save_chart(
     chart: alt.TopLevelMixin,
     path_stem: str | Path, # Folder and name without an ending; the folder is made
@@ -333,7 +347,15 @@ def save_chart(
         chart.save(str(file("html")))
         warnings.warn(f"{stem}: no SVG and PNG without vl-convert (pip install vl-convert-python); JSON and HTML are written", stacklevel=2)
         return [file("json"), file("html")]
-    chart.save(svg := io.StringIO(), format="svg")
-    file("svg").write_text(renumbered(svg.getvalue()), encoding="utf-8")
+    file("svg").write_text(chart_svg(chart), encoding="utf-8")
     chart.save(str(file("png")), ppi=144)
     return [file("json"), file("svg"), file("png")]
+
+# %% ../nbs/40_plots.ipynb #41e111c2
+def notebook_charts() -> None:
+    "From now on, charts in this notebook are stored as SVG and as Vega-Lite."
+    def both(spec, **kw):
+        kind = re.search(r"vega-lite/v(\d+)", spec.get("$schema", "v6"))
+        return {f"application/vnd.vegalite.v{kind[1] if kind else 6}+json": spec, "image/svg+xml": chart_svg(spec)}
+    alt.renderers.register("both", both)
+    alt.renderers.enable("both")

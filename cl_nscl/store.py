@@ -8,8 +8,8 @@ __all__ = ['content_hash', 'CannotWrite', 'write_atomic', 'sweep', 'stored_files
            'load_checkpoint', 'load_snapshot', 'history', 'provenance', 'locked', 'holder', 'resumable', 'Paused',
            'train_runs']
 
-# %% ../nbs/20_store.ipynb #97e81af4
-import contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
+# %% ../nbs/20_store.ipynb #f621d30b
+import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,8 +20,11 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load as safe_load, save as safe_save
 
 from .core import Params, UserError, fill, run_id
+from .data import data_record, same_data
+from .distributed import from_main, is_main, world
+from .models import encoder_record
 from .optim import peak_lr, schedule
-from .twins import Diverged, Twins, check_finite, clock, dataset_of, load_state, train, twin_state
+from .twins import Diverged, Twins, arithmetic, check_finite, clock, dataset_of, load_state, train, twin_state
 
 # %% ../nbs/20_store.ipynb #cd1d281d
 class CannotWrite(OSError):
@@ -153,7 +156,7 @@ def stored_run(
     "The run of `p` in the folder `runs`, whether it was trained or not."
     return Run(p, Path(runs)/run_id(p))
 
-# %% ../nbs/20_store.ipynb #279ca81a
+# %% ../nbs/20_store.ipynb #9851edee
 def open_run(
     run: Run,
 ) -> None:
@@ -161,12 +164,12 @@ def open_run(
     run.path.mkdir(parents=True, exist_ok=True)
     sweep(run.path)
     for mark in ("done.json", "failed.txt"): (run.path/mark).unlink(missing_ok=True)
-    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=()) # these say where things lie
+    file, here = run.path/"params.json", lambda p: dataclasses.replace(p, root="", plugins=(), workers=-1) # these say where things lie
     try: found = fill(Params(), json.loads(file.read_text()), str(file))
     except (OSError, ValueError, TypeError, AttributeError) as e:
         if isinstance(e, UserError): raise
         if file.exists(): set_aside(file, "not the parameters of a run")
-        write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="")), indent=1) + "\n").encode())
+        write_atomic(file, (json.dumps(dataclasses.asdict(dataclasses.replace(run.p, root="", workers=-1)), indent=1) + "\n").encode())
     else:
         if here(found) != here(run.p): raise UserError(f"{run.path} holds a run with other parameters: see its params.json")
 
@@ -298,7 +301,7 @@ def resumable(
         yield step, group
         left = rest
 
-# %% ../nbs/20_store.ipynb #2aa73f6b
+# %% ../nbs/20_store.ipynb #3ef6c1dc
 class Paused(Exception):
     "Raised by a `report`: write a checkpoint now, and stop."
 
@@ -310,48 +313,69 @@ def train_runs(
     say: Callable[[str], None] = print, # Told when another process holds a run
 ) -> None:
     "Train what is missing of `runs`, from the last checkpoints; each run ends with `done.json`."
-    with locked(runs, say):
-        missing, report = [*{r.id: r for r in runs if not r.done}.values()], report or (lambda *_: None)
-        for run in missing: open_run(run)
-        diverged = []
-        for step, group in resumable(missing):
+    with contextlib.ExitStack() as locks:
+        groups, diverged, report = from_main(lambda: _begin(runs, locks, say)), [], report or (lambda *_: None)
+        for step, group in groups:
             try: _train_group(step, *zip(*group), device, report, 60 * minutes)
             except Diverged as e:
                 if len(group) == 1: diverged.append(e); continue
                 for run, _ in group: # which one it was shows when each goes on alone
-                    try: _train_group(*next(_alone(run)), device, report, 60 * minutes)
+                    try: _train_group(*from_main(lambda: _alone(run)), device, report, 60 * minutes)
                     except Diverged as e: diverged.append(e)
         if diverged: raise Diverged("; ".join(map(str, diverged)))
 
-def _alone(run): return ((step, *zip(*group)) for step, group in resumable([run]))
+def _begin(runs, locks, say): # what is missing, by the step that it goes on from
+    locks.enter_context(locked(runs, say))
+    missing = [*{r.id: r for r in runs if not r.done}.values()]
+    for run in missing: open_run(run)
+    return list(resumable(missing))
 
-# %% ../nbs/20_store.ipynb #588cdffc
+def _alone(run): # -> step, (run,), (state,)
+    [(step, group)] = resumable([run])
+    return step, *zip(*group)
+
+# %% ../nbs/20_store.ipynb #90941c26
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
-    losses = torch.zeros(len(runs), twins.clock.T)
-    for run, state in zip(runs, states): _forget(run, first, state["snapshots"] if first else [])
+    losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
     if first:
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
         load_state(twins, states)
-        for run, so_far in zip(runs, losses[:, :first]): _write_history(run, so_far, twins.clock)
-    else: _store(runs, twins, losses)
-    saved = start
-    try:
-        for loss in train(twins):
-            losses[:, twins.t - 1] = loss
-            try: report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
-            except Paused: _store(runs, twins, losses); raise
-            if twins.t in twins.clock.snapshots or time.time() - saved > seconds:
-                _store(runs, twins, losses)
-                saved = time.time()
-    except Diverged as e: raise Diverged(f"{e}; last good checkpoint{'s' if len(runs) > 1 else ''}: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
-    end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), **provenance())
-    for r in runs:
-        left = {t: f.name for t, f in r.snapshots.items()}
-        if tuple(left) != twins.clock.snapshots: raise RuntimeError(f"run {r.id} has snapshots at steps {[*left]}, not at {[*twins.clock.snapshots]}; it is not marked as done")
-        write_atomic(r.path/"done.json", (json.dumps(end | dict(snapshots=[*left.values()]), indent=1) + "\n").encode())
+    from_main(lambda: _prepare(runs, states, losses, first, twins.clock, record))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        later = lambda: pool.submit(_store, runs, twins.clock, [_copied(twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
+        write, saved = None if first or not is_main() else later(), start
+        settled = lambda: from_main(lambda: write and write.result()) # an error of the writer is everybody's
+        try:
+            for loss in train(twins):
+                losses[:, twins.t - 1] = loss
+                try: report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
+                except Paused:
+                    if write: write.result()
+                    later().result()
+                    raise
+                due, late = twins.t in twins.clock.snapshots, time.time() - saved > seconds
+                if due or late and world() == 1: settled()
+                if is_main() and (due or late and (not write or write.done() and not write.exception())): write, saved = later(), time.time()
+            settled()
+        except Diverged as e:
+            concurrent.futures.wait([write] if write else [])
+            raise Diverged(f"{e}; last good checkpoint{'s' if len(runs) > 1 else ''}: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
+    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
+    from_main(lambda: _finish(runs, end, twins.skipped, twins.clock))
 
-def _forget(run, first, snapshots): # nothing newer than the checkpoint stays, and no snapshot that it does not know
+# %% ../nbs/20_store.ipynb #761534ac
+def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
+    if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
+    else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
+
+def _prepare(runs, states, losses, first, clock, record): # the data are those that the run has seen; nothing newer than the checkpoint stays
+    for run, state, so_far in zip(runs, states, losses[:, :first].cpu()):
+        _keep_record(run.path/"data.json", record)
+        _forget(run, first, state["snapshots"] if first else [])
+        if first: _write_history(run, so_far, clock)
+
+def _forget(run, first, snapshots): # also snapshots that the checkpoint does not know
     for t, f in stored_files(run.path, "checkpoint").items():
         if t > first: f.unlink()
     for f in run.path.glob("snapshot-*.safetensors"):
@@ -360,11 +384,23 @@ def _forget(run, first, snapshots): # nothing newer than the checkpoint stays, a
 def _write_history(run, losses, clock):
     write_atomic(run.path/"history.csv", history(run.p, losses, clock.per_epoch, clock.T).to_csv(index=False).encode())
 
-# %% ../nbs/20_store.ipynb #43736819
-def _store(runs, twins, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
-    for i, run in enumerate(runs):
-        so_far, state = losses[i, : twins.t].clone(), twin_state(twins, i)
-        if twins.t: check_finite("loss", so_far[-1], run.p, twins.t - 1)
-        if twins.t in twins.clock.snapshots: write_stored(run.path, "snapshot", twins.t, state["model"])
-        save_checkpoint(run, state, so_far)
-        _write_history(run, so_far, twins.clock)
+def _finish(runs, end, skipped, clock):
+    for r, n in zip(runs, skipped):
+        left = {t: f.name for t, f in r.snapshots.items()}
+        if tuple(left) != clock.snapshots: raise RuntimeError(f"run {r.id} has snapshots at steps {[*left]}, not at {[*clock.snapshots]}; it is not marked as done")
+        write_atomic(r.path/"done.json", (json.dumps(end | dict(snapshots=[*left.values()]) | (dict(skipped=n) if n else {}), indent=1) + "\n").encode())
+
+def _copied(state): # as it is now, whatever training does next
+    if torch.is_tensor(state): return state.detach().clone()
+    return type(state)((k, _copied(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_copied, state)] if isinstance(state, list) else state
+
+def _on_cpu(state):
+    if torch.is_tensor(state): return state.cpu()
+    return type(state)((k, _on_cpu(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_on_cpu, state)] if isinstance(state, list) else state
+
+def _store(runs, clock, states, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
+    for run, state, so_far in zip(runs, _on_cpu(states), losses.cpu()):
+        if t := state["step"]: check_finite("loss", so_far[-1], run.p, t - 1)
+        if t in clock.snapshots: write_stored(run.path, "snapshot", t, state["model"])
+        save_checkpoint(run, state, so_far.clone())
+        _write_history(run, so_far, clock)

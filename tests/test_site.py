@@ -1,0 +1,225 @@
+"""The site is built once and opened in Chromium: every page, two widths, light and dark, search, charts, formulas, accessibility.
+
+Pictures of the pages go to build/screenshots, which git ignores. Without Chromium, or without axe-core in
+build/node_modules, the tests that need it are skipped; CL_NSCL_REQUIRE=browser makes that a failure.
+"""
+import functools, html.parser, http.server, json, os, re, shutil, sys, threading
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin
+
+import nbformat, pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOTS = ROOT/"build/screenshots"
+sys.path[:0] = [str(ROOT/"tools"), str(ROOT/"tests")]
+import docs
+from browser import DESKTOP, PHONE, Browser, chromium
+
+pytestmark = pytest.mark.xdist_group("site")
+MAIN = ["nbs/index.html", "nbs/learn/idea.html", "nbs/11_losses.html", "nbs/howto/objective.html", "results/index.html", "results/digits/01_alignment.html",
+        "reference/losses.html", "nbs/architecture.html"]
+
+
+def missing(what):
+    "Skip, or fail where the machine was promised to have it."
+    if "browser" in os.environ.get("CL_NSCL_REQUIRE", "").split(","): pytest.fail(f"{what} is required here and missing")
+    pytest.skip(f"{what} is not installed")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    return docs.build_site(tmp_path_factory.mktemp("site")/"_docs")
+
+
+@pytest.fixture(scope="session")
+def pages(site): return sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "summary.html")
+
+
+@pytest.fixture(scope="session")
+def url(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *a): pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if not chromium(): missing("chromium")
+    b = Browser(tmp_path_factory.mktemp("chromium"))
+    yield b
+    b.close()
+
+
+# ---------------------------------------------------------------- without a browser
+
+class Links(html.parser.HTMLParser):
+    def __init__(self): super().__init__(); self.ids, self.links, self.bare = set(), [], []
+    def handle_starttag(self, tag, attrs):
+        a = dict(attrs)
+        if "id" in a: self.ids.add(a["id"])
+        self.links += [a[k] for k in ("href", "src") if a.get(k) and tag != "use"]
+        if tag == "img" and not (a.get("alt") or "").strip(): self.bare.append(a.get("src", "")[:60])
+
+
+def test_every_link_and_picture_of_the_site_exists(site):
+    read, wrong = {}, []
+    for p in site.rglob("*.html"):
+        parser = Links(); parser.feed(p.read_text(encoding="utf-8")); read[p] = parser
+    for p, parser in read.items():
+        wrong += [f"{p.name}: picture without a text: {b}" for b in parser.bare if p.name != "summary.html"]
+        for link in parser.links:
+            if re.match(r"(https?:|mailto:|data:)", link) or link in ("#", ""): continue
+            path, anchor = urldefrag(link)
+            target = (p.parent/unquote(path)).resolve() if path else p
+            if target.is_dir(): target = target/"index.html"
+            if not target.exists(): wrong.append(f"{p.relative_to(site)}: {link}")
+            elif anchor and target in read and unquote(anchor) not in read[target].ids: wrong.append(f"{p.relative_to(site)}: {link} (no such heading)")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_nothing_comes_from_a_network(site):
+    for p in site.rglob("*.html"):
+        found = re.findall(r'<(?:script|link|img)\b[^>]*(?:src|href)="(https?://[^"]+)', p.read_text(encoding="utf-8"))
+        assert not found, f"{p.name}: {found}"
+    assert (site/"site_libs/katex/fonts/KaTeX_Main-Regular.woff2").exists() and (site/"site_libs/vega.js").stat().st_size > 5e5
+
+
+def test_every_notebook_and_every_module_has_a_page(site):
+    for p in docs.sources(ROOT): assert (site/p.relative_to(ROOT)).with_suffix(".html").exists(), p
+    import reference
+    for module in reference.notebooks(): assert (site/f"reference/{module}.html").exists()
+
+
+def test_results_of_a_data_set_are_drawn_from_their_specifications(site):
+    "Each chart that an experiment saved is interactive on its page."
+    from cl_nscl.report import load_results
+    for folder in docs.data_sets(ROOT):
+        for m in load_results(folder):
+            page = site/f"results/{folder.name}/{m['name']}.html"
+            if page.exists(): assert page.read_text(encoding="utf-8").count('class="spec"') >= len(m["charts"]), page
+
+
+@pytest.mark.parametrize("fault, says", [("error", "01_alignment.ipynb: a cell failed (ValueError: sick)"), ("failed", "02_classes.failed.ipynb: its execution failed"),
+                                         ("title", "11_losses.ipynb: its first cell is not a title"), ("text", "11_losses.ipynb: not a notebook")])
+def test_N05_a_failed_or_broken_notebook_stops_the_build(tmp_path, fault, says):
+    "The output of a failed execution is no result, and no page; the message names the notebook."
+    (tmp_path/"nbs").mkdir(); (tmp_path/"results/digits").mkdir(parents=True)
+    shutil.copy(ROOT/"nbs/11_losses.ipynb", tmp_path/"nbs"); shutil.copy(ROOT/"results/digits/01_alignment.ipynb", tmp_path/"results/digits")
+    docs.check(docs.sources(tmp_path), tmp_path)
+    if fault == "error":
+        nb = nbformat.read(p := tmp_path/"results/digits/01_alignment.ipynb", 4)
+        next(c for c in nb.cells if c.cell_type == "code").outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="sick", traceback=[])]
+        nbformat.write(nb, p)
+    elif fault == "failed": shutil.copy(tmp_path/"results/digits/01_alignment.ipynb", tmp_path/"results/digits/02_classes.failed.ipynb")
+    elif fault == "title":
+        nb = nbformat.read(p := tmp_path/"nbs/11_losses.ipynb", 4); nb.cells = nb.cells[1:]; nbformat.write(nb, p)
+    else: (tmp_path/"nbs/11_losses.ipynb").write_text("<<<<<<< ours")
+    with pytest.raises(docs.Refused) as e: docs.stage(tmp_path, tmp_path/"stage")
+    assert says in str(e.value) and not (tmp_path/"stage").exists()
+
+
+def test_charts_keep_their_ids_apart_and_say_what_they_show():
+    svg = '<svg class="marks"><g id="a"/><rect fill="url(#a)"/><text>L</text><g aria-label="X-axis titled \'epoch\' for a linear scale"></g></svg>'
+    one, two = docs.chart(svg), docs.chart(svg)
+    own = [re.search(r'id="(c\d+-a)"', c)[1] for c in (one, two)]
+    assert own[0] != own[1] and f"url(#{own[0]})" in one
+    assert "aria-label=\"X-axis titled" in one and 'role="img"' in one
+    assert "<\\/script>" in docs.chart(svg, {"description": "d", "x": "</script>"})
+
+
+# ---------------------------------------------------------------- in the browser
+
+LOOK = """(() => {
+  const seen = (e) => e.getClientRects().length > 0, wrong = [];
+  if (document.documentElement.scrollWidth > innerWidth) wrong.push(`scrolls sideways: ${document.documentElement.scrollWidth} > ${innerWidth}`);
+  for (const i of document.images) if (i.complete && !i.naturalWidth) wrong.push(`picture not shown: ${i.src.slice(0, 80)}`);
+  for (const m of document.querySelectorAll('.math')) if (!m.querySelector('.katex') || m.querySelector('.katex-error')) wrong.push(`formula not shown: ${m.textContent.slice(0, 60)}`);
+  if (/\\$[^$\\n]{1,60}\\\\[a-z]+[^$\\n]*\\$/.test([...document.querySelectorAll('main p, main li, main td')].map((e) => e.textContent).join('\\n').replace(/<annotation.*?<\\/annotation>/g, ''))) wrong.push('a formula is left as text');
+  for (const f of document.querySelectorAll('figure.chart')) {
+    const s = f.querySelector('svg'), n = s ? s.querySelectorAll('path, line, rect, text').length : 0;
+    if (n < 5) wrong.push(`chart with ${n} marks`);
+    else if (!(s.getAttribute('aria-label') || '').trim() || s.getAttribute('role') !== 'img') wrong.push('chart without a text');
+    else if (seen(f) && s.getBoundingClientRect().width < 60) wrong.push('chart without width');
+    if (f.classList.contains('live') && !f.classList.contains('shown')) wrong.push('interactive chart not drawn');
+  }
+  if (document.querySelectorAll('h1').length !== 1) wrong.push(`${document.querySelectorAll('h1').length} titles`);
+  return wrong;
+})()"""
+
+
+def visit(browser, url, pages, size, dark, name):
+    wrong = []
+    for page in pages:
+        if page == "index.html": continue # leads on to the first page
+        browser.open(f"{url}/{page}", size, dark)
+        wrong += [f"{page}: {w}" for w in [*browser.run(LOOK), *browser.faults()]]
+        browser.picture(SHOTS/name/f"{page.replace('/', '_')}.png", whole=page in MAIN)
+    assert not wrong, "\n".join(wrong[:30])
+
+
+def test_every_page_at_desktop_width(browser, url, pages): visit(browser, url, pages, DESKTOP, False, "desktop")
+def test_every_page_at_phone_width(browser, url, pages): visit(browser, url, pages, PHONE, False, "phone")
+def test_main_pages_in_the_dark(browser, url): visit(browser, url, MAIN, DESKTOP, True, "dark")
+
+
+def test_the_first_page_leads_home(browser, url):
+    browser.open(f"{url}/")
+    browser.until("location.pathname == '/nbs/index.html'")
+
+
+def test_search_finds_CKA(browser, url):
+    browser.open(f"{url}/nbs/index.html")
+    browser.run("(() => { const i = document.querySelector('.smalldocs-search input'); i.focus(); i.value = 'CKA'; i.dispatchEvent(new Event('input')); })()")
+    assert browser.until("document.querySelectorAll('.search-result').length > 3")
+    found = browser.run("[...document.querySelectorAll('.search-result')].map((a) => a.getAttribute('href'))")
+    assert any("21_similarity" in h or "similarity" in h for h in found), found
+
+
+def test_light_and_dark_by_the_switch(browser, url):
+    "The switch changes page and charts, and stays on the next page."
+    paint = "[getComputedStyle(document.body).backgroundColor, document.querySelector('figure.chart.shown svg text').getAttribute('fill')]"
+    browser.open(f"{url}/nbs/index.html")
+    light = browser.run(paint)
+    browser.run("document.querySelector('.quarto-color-scheme-toggle').click()")
+    browser.until(f"({paint})[0] != '{light[0]}' && ({paint})[1] != '{light[1]}'")
+    browser.open(f"{url}/nbs/learn/idea.html")
+    browser.until("document.documentElement.classList.contains('quarto-dark')")
+    browser.run("document.querySelector('.quarto-color-scheme-toggle').click(); localStorage.clear()")
+
+
+def test_hovering_shows_values(browser, url):
+    browser.open(f"{url}/results/digits/01_alignment.html")
+    for chart, tip in (("figure.chart.shown svg .mark-symbol path[aria-roledescription=point]", "#vg-tooltip-element.visible"),):
+        at = browser.run(f"(() => {{ const p = document.querySelector('{chart}'); p.scrollIntoView({{block: 'center'}}); const r = p.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()")
+        for dx in (3, 0): browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0] + dx, y=at[1])
+        assert "value" in browser.until(f"(document.querySelector('{tip}') || {{}}).textContent")
+    browser.open(f"{url}/nbs/40_plots.html") # a chart without a specification shows what Vega wrote beside each mark
+    at = browser.run("(() => { const p = document.querySelector('figure.chart:not(.live) svg path[aria-roledescription=point]'); p.scrollIntoView({block: 'center'}); const r = p.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
+    assert "epoch" in browser.until("!document.querySelector('.tip').hidden && document.querySelector('.tip').textContent")
+
+
+def test_the_slider_of_the_idea_moves_the_chart(browser, url):
+    browser.open(f"{url}/nbs/learn/idea.html")
+    line = "document.querySelector('figure.chart.shown .mark-line path').getAttribute('d')"
+    before = browser.run(line)
+    browser.run("(() => { const i = document.querySelector('.vega-bind input'); i.value = 1.5; i.dispatchEvent(new Event('input')); })()")
+    browser.until(f"{line} != '{before}'")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_no_serious_fault(browser, url, dark):
+    axe = next((p for p in (ROOT/"build/node_modules/axe-core/axe.min.js", ROOT/"node_modules/axe-core/axe.min.js") if p.exists()), None)
+    if axe is None: missing("axe-core")
+    wrong = []
+    for page in MAIN if not dark else MAIN[:2]:
+        for size in (DESKTOP, PHONE) if not dark else (DESKTOP,):
+            browser.open(f"{url}/{page}", size, dark)
+            browser.run(axe.read_text(encoding="utf-8") + "; true")
+            found = json.loads(browser.run("axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.filter((v) => ['serious', 'critical'].includes(v.impact))"
+                                           ".map((v) => [v.id, v.impact, v.nodes.length, v.nodes[0].html.slice(0, 160), v.nodes[0].failureSummary.slice(0, 200)])))"))
+            wrong += [f"{page} {size[0]}: {f}" for f in found]
+    assert not wrong, "\n".join(wrong)
