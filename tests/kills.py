@@ -69,11 +69,11 @@ def attempt(change, kill=None):
             return v, y
         twins.twin_batch = watched
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)                      # no file is ever found damaged
+            warnings.filterwarnings("error", message=".* (cannot be|is not) used")  # no file is ever found damaged
             train_runs(runs(**change), minutes=0, report=lambda *_: killer.moment("step"))
         killer.moment("measure")
         measured("alignment", runs(**change)[:3], 50)
-        if change["optimizer"] == "sgd":
+        if change == dict(optimizer="sgd"):
             killer.moment("notebook")
             inside = kill[1] if kill and kill[0] == "kernel" else ""
             if not Path("out/01_kills.json").exists() or not Path("out/01_kills.ipynb").exists(): execute(Path("01_kills.ipynb"), dict(kill=inside), Path("out"))
@@ -106,7 +106,7 @@ def main(folder, optimizer, seed, *more):
     rng.shuffle(training := steps + writes)
     late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, 0), ("moment", "measure", 1, rng.uniform(0, 0.5)), ("half", "", 1, 0)]
     notebook = [("moment", "notebook", 1, rng.uniform(0.3, 1)), ("kernel", "01_kills.begun", 1, 0), ("kernel", "more.csv", 1, 0), ("kernel", "01_kills.json", 1, 0)]
-    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if optimizer == "sgd" else [])], collections.Counter()
+    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if change == dict(optimizer="sgd") else [])], collections.Counter()
     for kill in kills:
         status = attempt(change, kill)
         ended = os.waitstatus_to_exitcode(status)
