@@ -439,7 +439,7 @@ def train_task(
     import_plugins(params[0].plugins)
     train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
-# %% ../nbs/45_plan.ipynb #61d43eb5
+# %% ../nbs/45_plan.ipynb #0264c94c
 def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N", "said TEXT" and "ended WHY" on what was standard output
     answers = os.fdopen(os.dup(1), "w")
     answer = lambda *words: print(*words, file=answers, flush=True)
@@ -454,7 +454,7 @@ def _serve(): # the process: a task as a line of JSON on standard input; answers
             train_task(task, gained, lambda text: answer("said", text))
             answer("gained", images); answer("ended")
         except Exception as e:
-            traceback.print_exc()
+            with contextlib.suppress(OSError): traceback.print_exc() # the log's disk may be full
             answer("ended", reason(e))
 
 # %% ../nbs/45_plan.ipynb #40a8fdf0

@@ -39,14 +39,15 @@ def check_notebook(
     unknown = set(values) - set(papermill.inspect_notebook(str(path)))
     if unknown: raise UserError(f"{path.name}: has no parameter {', '.join(sorted(unknown))}")
 
-# %% ../nbs/50_run.ipynb #b53155e6
+# %% ../nbs/50_run.ipynb #2a0837e1
 def _files(name, folder): # everything that the experiment left in the folder
     stems = {name}
     for note in (folder/f"{name}.json", folder/f".{name}.begun", folder/f"{name}.begun"):
         try: found = json.loads(note.read_text())
         except (OSError, ValueError): continue
         stems |= {Path(f).stem for f in (found["files"] if isinstance(found, dict) else found)}
-    return [p for p in folder.glob("*") if p.stem in stems and p.is_file()] + [*folder.glob(f".{name}.begun")]
+    torn = [p for p in folder.glob(".*.tmp") if p.name.lstrip(".").split(".")[0] in stems] # a kernel was killed while it wrote
+    return [p for p in folder.glob("*") if p.stem in stems and p.is_file()] + [*folder.glob(f".{name}.begun"), *torn]
 
 def withdraw(
     name: str, # An experiment
