@@ -105,14 +105,14 @@ def thin(
     first_bad = df[df.bad != ""].sort_values(x).drop_duplicates(series).index
     return df[df[x].isin({*xs[::k], xs[-1]}) | df.index.isin(first_bad)], k
 
-# %% ../nbs/40_plots.ipynb #258b0c7a
+# %% ../nbs/40_plots.ipynb #33021118
 def _encodings(names, series, marked):
     "Colour, dash and shape with one shared legend: of points where they are drawn, else of lines."
     st, labels = styles(names), [title(str(n)) for n in names]
     look = dict(symbolSize=70, symbolStrokeWidth=0) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
     legend = alt.Legend(title=title(series), orient="bottom", symbolOpacity=1, **look)
     scale = lambda i: alt.Scale(domain=labels, range=[st[n][i] for n in names])
-    return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=None if marked else legend),
+    return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=legend),
         alt.Shape("label:N", scale=scale(2), legend=legend))
 
 # %% ../nbs/40_plots.ipynb #b6f13def
