@@ -19,7 +19,7 @@
   const config = (dark, narrow) => {
     const ink = dark ? "#d9dde2" : "#1b1f23", soft = dark ? "#3a4149" : "#d5d9dd";
     return {
-      background: "transparent", mark: { tooltip: { content: "encoding" } }, font: "system-ui, sans-serif", view: { stroke: soft },
+      background: "transparent", tooltipFormat: { numberFormat: ".4~r" }, mark: { tooltip: { content: "encoding" } }, font: "system-ui, sans-serif", view: { stroke: soft },
       axis: { labelColor: ink, titleColor: ink, gridColor: soft, domainColor: soft, tickColor: soft },
       legend: { labelColor: ink, titleColor: ink, columns: narrow ? 2 : undefined },
       header: { labelColor: ink, titleColor: ink }, title: { color: ink, subtitleColor: ink, fontSize: 13 },
