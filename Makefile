@@ -29,7 +29,7 @@ endif
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
 	@$(PY) -m pytest --numprocesses auto --dist loadgroup
 
-notebooks: $(STAMP)  ## export, re-execute the library notebooks with their outputs, write README.md
+notebooks: $(STAMP)  ## export, re-execute the notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py
 	@$(VENV)/bin/nbdev_export && $(VENV)/bin/nbdev_clean
 
