@@ -115,8 +115,8 @@ def table(rows: list[tuple[str, str, str, str]]) -> str:
     "The arguments as a Markdown table."
     if not rows: return ""
     code = lambda t: f"`{_cell(t)}`".replace("&lt;", "<") if t else ""
-    lines = [f"| {'*returns*' if n == 'returns' else code(n)} | {code(a)} | {code(d)} | {_cell(doc)} |" for n, a, d, doc in rows]
-    return "\n".join(["| argument | type | default | meaning, shape, unit |", "|---|---|---|---|", *lines])
+    lines = [f"| {'*returns*' if n == 'returns' else code(n)} | {_cell(doc)} | {code(a)} | {code(d)} |" for n, a, d, doc in rows]
+    return "\n".join(["| argument | meaning, shape, unit | type | default |", "|---|---|---|---|", *lines])
 
 
 def constant(module: str, name: str, value: object) -> str:
