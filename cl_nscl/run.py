@@ -60,7 +60,7 @@ def withdraw(
     else:
         for f in _files(name, folder): f.replace(folder/"failed"/f.name.lstrip("."))
 
-# %% ../nbs/50_run.ipynb #bca321dd
+# %% ../nbs/50_run.ipynb #fd29d444
 @contextlib.contextmanager
 def _sockets(): # N08: files of its own for each kernel, no ports, so no race for them when kernels start together
     if os.name != "posix": yield Config()
@@ -88,6 +88,8 @@ def execute(
         for c in nb.cells:
             c.metadata.pop("papermill", None); c.metadata.pop("execution", None)
             if "injected-parameters" in c.metadata.get("tags", []): c["id"] = "injected-parameters"
+            for o in c.get("outputs", []):
+                if o.output_type == "stream": o.text = o.text.replace(sys.prefix, "python") # such as a warning's place
         _write(nb, at)
     except Exception as e:
         withdraw(path.stem, folder, failed=True)
@@ -125,7 +127,7 @@ def _current(name, folder, key): # was the notebook made from the same things, a
     except Exception: return False # not there, or damaged
     return made == key and name in [m["name"] for m in load_results(folder)]
 
-# %% ../nbs/50_run.ipynb #5ee36d85
+# %% ../nbs/50_run.ipynb #e740dbb2
 def make(
     s: Study,
     name: str, # An experiment
@@ -137,11 +139,12 @@ def make(
         withdraw(name, folder)
         return f"{name} was not made: it needs {len(lacking)} run(s) that were not trained, such as {lacking[0].id} ({lacking[0].p.objective}, seed {lacking[0].p.seed})"
     if _current(name, folder, key := made_from(s, name)): return ""
+    print(f"executing {name}.ipynb", flush=True)
     try: execute(shipped("experiments")/f"{name}.ipynb", study_values(s), folder, key, s.cell_minutes)
     except NotebookFailed as e: return str(e)
     return ""
 
-# %% ../nbs/50_run.ipynb #65e9d0d9
+# %% ../nbs/50_run.ipynb #35ed0a54
 def make_all(
     s: Study,
     names: list[str], # Experiments
@@ -149,6 +152,7 @@ def make_all(
 ) -> list[str]: # What went wrong
     "Bring the notebooks up to date, as many at a time as there are jobs; those that read the others' results come last."
     os.environ.setdefault("OMP_NUM_THREADS", str(s.threads)) # for the kernels
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:torch.jit._script") # torch's own first jvp
     first, last = [n for n in names if n not in READERS], [n for n in names if n in READERS]
     with concurrent.futures.ThreadPoolExecutor(jobs_of(s.jobs, device_of(s))) as pool:
         wrong = list(pool.map(lambda n: make(s, n, folder), first))
