@@ -144,7 +144,7 @@ def make(
     except NotebookFailed as e: return str(e)
     return ""
 
-# %% ../nbs/50_run.ipynb #35ed0a54
+# %% ../nbs/50_run.ipynb #f42c1017
 def make_all(
     s: Study,
     names: list[str], # Experiments
@@ -156,7 +156,9 @@ def make_all(
     first, last = [n for n in names if n not in READERS], [n for n in names if n in READERS]
     with concurrent.futures.ThreadPoolExecutor(jobs_of(s.jobs, device_of(s))) as pool:
         wrong = list(pool.map(lambda n: make(s, n, folder), first))
-    return [w for w in wrong + [make(s, n, folder) for n in last] if w]
+    wrong += [make(s, n, folder) for n in last]
+    with contextlib.suppress(OSError): (folder/"failed").rmdir() # empty
+    return [w for w in wrong if w]
 
 # %% ../nbs/50_run.ipynb #ea401391
 def collect(
