@@ -87,7 +87,7 @@ def prescribe(
               ("B", "at least", B if B <= s.N else math.inf, s.B)]
     return pd.DataFrame([dict(parameter=p, condition=c, needed=float(n), given=float(g), met=bool(g <= n if c == "at most" else g >= n)) for p, c, n, g in needed])
 
-# %% ../nbs/47_calculator.ipynb #a62d2d17
+# %% ../nbs/47_calculator.ipynb #59af28cb
 def _number(text): # whole numbers and numbers from the command line; other text is left for `checked` to refuse
     try: return float(text)
     except ValueError: return text
@@ -96,7 +96,8 @@ def _bound(args):
     "what the bounds guarantee for given classes, batch size, temperature and step sizes"
     given = {f.name: _number(v) for f in dataclasses.fields(Setting) if (v := getattr(args, f.name)) is not None}
     s = Setting(**given)
-    print(", ".join(f"{f.name} = {getattr(s, f.name):g}" for f in dataclasses.fields(s)) + "\n")
+    unset = [f.name for f in dataclasses.fields(s) if not f.default and not getattr(s, f.name)] # 0 stands for another value there
+    print(", ".join(f"{f.name} = {getattr(s, f.name):g}" for f in dataclasses.fields(s) if f.name not in unset) + "\n")
     table = calculate(s)
     shown = [f"10^{r.log10:.1f}" if r.log10 > 6 else f"{r.value:.4g}" for r in table.itertuples()]
     print(table.assign(value=shown, vacuous=table.vacuous.map({True: "vacuous", False: ""})).drop(columns="log10").rename(columns={"vacuous": "", "value": "bound"}).to_string(index=False))

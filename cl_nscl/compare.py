@@ -6,7 +6,7 @@
 __all__ = ['FORMATS', 'PAIR_METRICS', 'PROBE_ROWS', 'Stored', 'sliced', 'Rows', 'open_features', 'is_checkpoint',
            'open_checkpoint', 'compare', 'similarity_heat', 'add_command']
 
-# %% ../nbs/46_compare.ipynb #89919eed
+# %% ../nbs/46_compare.ipynb #e6733ad5
 import argparse, contextlib, io, json, math, os, sys, warnings, zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ from tqdm import tqdm
 from .collapse import cdnv, directional_cdnv, effective_rank, nc1
 from .core import Params, UserError, fill, generator, pick
 from .data import Split, draw_per_class, load_dataset
-from .intervals import _ends, _second_pass, mean_interval
+from .intervals import interval_ends, mean_interval, row_influences
 from .measure import load_model
 from .plots import heat_chart, save_chart
-from .probes import _vote, class_centres, fit_linear_probe, nearest_centre, unit_rows
+from .probes import class_centres, fit_linear_probe, knn_labels, nearest_centre, unit_rows
 from .similarity import Similarity
 from .store import Run, write_atomic
 from .twins import dataset_of, features
@@ -289,7 +289,7 @@ def _check(rows, chunk):
     if need > have: raise UserError(f"features of {', '.join(map(str, d))} columns need {need / 2**30:.0f} GiB of sums, more than this machine has; compare fewer models, or fewer columns")
     _check_ids(rows, chunk)
 
-# %% ../nbs/46_compare.ipynb #7a1da236
+# %% ../nbs/46_compare.ipynb #6de3b05a
 PAIR_METRICS = ("cka", "cka_linear", "cka_debiased", "rsa", "drift")
 
 def _pairs(names, chunks, level, clusters):
@@ -301,16 +301,16 @@ def _pairs(names, chunks, level, clusters):
     units, which = (None, None) if clusters is None else clusters.unique(return_inverse=True)
     G = N if units is None else len(units)
     if G < 2: raise ValueError(f"clusters: an interval needs at least 2, not {G}")
-    for influence in _second_pass(sim, found, table, chunks):
+    for influence in row_influences(sim, found, table, chunks):
         for key, p in influence.items():
             total[key] = total.get(key, 0) + (p @ p if units is None else torch.zeros(G, dtype=p.dtype).index_add_(0, which[at:at + len(p)], p))
         at += len(p)
     for a, b, metric, value in table.itertuples(index=False):
         square = total[a, b, metric] if units is None else total[a, b, metric].square().sum()
         se = math.sqrt(float(square) * G / (G - 1)) / N
-        yield a, b, metric, value, *_ends(metric, value, se, student.ppf((1 + level) / 2, G - 1))
+        yield a, b, metric, value, *interval_ends(metric, value, se, student.ppf((1 + level) / 2, G - 1))
 
-# %% ../nbs/46_compare.ipynb #8d0f2f41
+# %% ../nbs/46_compare.ipynb #a69e4493
 PROBE_ROWS = 10_000
 
 def _draws(y):
@@ -334,7 +334,7 @@ def _probed(name, h, y, test, level, clusters=None):
     u, c = unit_rows(h), lambda i: None if clusters is None else clusters[i]
     hits = {"nccc": (nearest_centre(class_centres(h[train], y[train]), h[test]) == y[test], c(test)),
             "linear": (fit_linear_probe(h[train], y[train]).predict(h[test]) == y[test], c(test)),
-            "knn": (_vote(u, y, u, min(20, len(y) - 1), loo=True) == y, c(slice(None)))}
+            "knn": (knn_labels(u, y, u, min(20, len(y) - 1), loo=True) == y, c(slice(None)))}
     for metric, (hit, units) in hits.items():
         m = mean_interval(hit, units, level)
         yield name, "", metric, m["value"], max(0.0, m["low"]), min(1.0, m["high"])

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['UserError', 'pick', 'key_seed', 'generator', 'par', 'Params', 'checked', 'fill', 'plugin_file', 'import_plugins',
-           'run_id', 'twin_key', 'read_yaml', 'params_table']
+           'run_id', 'twin_key', 'parse_yaml', 'read_yaml', 'strip_prefix', 'params_table']
 
-# %% ../nbs/00_core.ipynb #766018b3
-import dataclasses, difflib, hashlib, importlib.util, json, sys, typing
+# %% ../nbs/00_core.ipynb #6b56e4f7
+import dataclasses, difflib, hashlib, importlib.util, json, re, sys, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,15 +63,19 @@ def par(
     "Declare a field of `Params`."
     return field(default=default, metadata=dict(doc=doc, lo=lo, hi=hi, above=above, choices=choices, named=named, later=later))
 
-# %% ../nbs/00_core.ipynb #6791ba18
+# %% ../nbs/00_core.ipynb #dc0be379
 @dataclass(frozen=True, kw_only=True)
 class Params:
     "Everything that determines a run. Two runs with equal parameters are the same run."
     dataset: str = par("digits", "name of the data set")
     root: str = par("", "folder that holds the data; empty: the user's cache folder", named=False)
+    data: str = par("", "which data, where dataset is folder or hub: a name of your own, or the name on the Hugging Face hub", later=True)
+    labels: str = par("", "which labels, where there are several: coarse for cifar100, a column for hub; empty: the usual ones", later=True)
+    workers: int = par(-1, "processes that decode streamed images; -1: one for each core beside a GPU, none without one", lo=-1, named=False)
     classes: tuple[int, ...] = par((), "original class ids to keep, in this order; empty: the default of the data set, mostly all")
     n_train: int = par(0, "training samples, drawn per class; 0: all", lo=0)
     size: int = par(32, "side of the images in pixels, after loading", lo=4)
+    stream: str = par("auto", "decode batch by batch and crop from the whole picture: yes, no, or auto (files above 64 pixels or 4 GiB)", choices=("auto", "yes", "no"), later=True)
     K: int = par(2, "views of each image", lo=2)
     crop: float = par(0.2, "smallest area of the random resized crop, as a share of the image", above=0, hi=1)
     flip: float = par(0.5, "probability of a horizontal flip", lo=0, hi=1)
@@ -103,20 +107,26 @@ class Params:
     snapshots: int = par(10, "equally spaced snapshots after the one at step 0", lo=1)
     seed: int = par(0, "names every random stream of the run", lo=0)
     plugins: tuple[str, ...] = par((), "Python files or modules to import first; they register objectives, encoders or data sets", later=True)
+    precision: str = par("float32", "arithmetic of the forward pass: float32, bfloat16 or float16; weights, losses and metrics stay in float32", choices=("float32", "bfloat16", "float16"), later=True)
+    chunk: int = par(0, "images of one forward pass; the gradient is still that of the whole batch, in two passes; 0: the whole batch at once", lo=0, later=True)
+    compile: int = par(0, "1: compile the networks with torch.compile", lo=0, hi=1, later=True)
+    deterministic: int = par(0, "1: only operations that give the same bits each time, also on a GPU; slower there", lo=0, hi=1, later=True)
 
     def __post_init__(self):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))
 
-# %% ../nbs/00_core.ipynb #03a5f2e9
+# %% ../nbs/00_core.ipynb #dfd1f894
 def _refuse(f, v): 
     "One line: the name, the value, and what would be valid."
     m, words = f.metadata, {int: "whole number", float: "number", str: "word"}
     kind = words[f.type] if f.type in words else f"list of {words[typing.get_args(f.type)[0]]}s"
     ends = [f"{s} {m[k]}" for k, s in (("lo", ">="), ("above", ">"), ("hi", "<=")) if m[k] is not None]
     valid = "one of " + ", ".join(m["choices"]) if m["choices"] else " ".join([f"a {kind}", " and ".join(ends)]).strip()
-    raise UserError(f"parameter {f.name} = {v!r}: must be {valid}")
+    if isinstance(v, int) and abs(v) >= 2**63: valid += " and below 2**63"
+    shown = repr(v) if len(repr(v)) < 200 else repr(v)[:200] + " ..."
+    raise UserError(f"parameter {f.name} = {shown}: must be {valid}")
 
-# %% ../nbs/00_core.ipynb #47ff9ebd
+# %% ../nbs/00_core.ipynb #af7f6e15
 _FROM = {int: (int,), float: (float, int, str), str: (str,)} # what an item of a list may be written as
 
 def checked(
@@ -135,7 +145,7 @@ def checked(
     if m["choices"] and value not in m["choices"]: _refuse(f, v)
     if kind in (int, float):
         ok = (m["lo"] is None or value >= m["lo"]) and (m["hi"] is None or value <= m["hi"]) and (m["above"] is None or value > m["above"])
-        if not ok or value != value or abs(value) == float("inf"): _refuse(f, v)
+        if not ok or value != value or abs(value) == float("inf") or kind is int and abs(value) >= 2**63: _refuse(f, v)
     return value
 
 # %% ../nbs/00_core.ipynb #103a0dd2
@@ -197,7 +207,7 @@ def twin_key(
     "What twins share: everything but the objective."
     return dataclasses.replace(p, objective="cl")
 
-# %% ../nbs/00_core.ipynb #1ceee72c
+# %% ../nbs/00_core.ipynb #f95ad57b
 class _Loader(yaml.SafeLoader):
     "Safe YAML that refuses a name written twice."
     def construct_mapping(self, node, deep=False):
@@ -206,18 +216,48 @@ class _Loader(yaml.SafeLoader):
             if names.count(n) > 1: raise UserError(f"{n!r} is written twice")
         return super().construct_mapping(node, deep=deep)
 
-# %% ../nbs/00_core.ipynb #968581f1
+def _number(read):
+    def construct(loader, node):
+        if ":" in node.value or re.fullmatch(r"[-+]?0[0-9_]+", node.value): raise UserError(f"{node.value} is not the number that it looks like in YAML; write it in plain decimal digits")
+        return read(loader, node)
+    return construct
+
+for kind in ("int", "float"): _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _number(getattr(yaml.SafeLoader, f"construct_yaml_{kind}")))
+
+def parse_yaml(
+    text: str, # One document
+) -> object: # Its value
+    "Safe YAML without its traps; what cannot be read is a `UserError`."
+    try: return yaml.load(text, Loader=_Loader)
+    except UserError: raise
+    except Exception as e: raise UserError(f"not valid YAML ({' '.join(str(e).split())[:200] or type(e).__name__})") from None # PyYAML lets many kinds through
+
+# %% ../nbs/00_core.ipynb #09d15d1f
 def read_yaml(
     path: str | Path, # A flat YAML file
 ) -> dict: # Names and values, unchecked
     "Read a parameter file; anything but a flat mapping is a `UserError` that names the file."
-    try: values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    try: values = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as e: raise UserError(f"{path}: cannot be read ({e.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e: raise UserError(f"{path}: not valid YAML ({' '.join(str(e).split())})") from None
+    except UnicodeDecodeError as e: raise UserError(f"{path}: not valid YAML ({e})") from None
     except UserError as e: raise UserError(f"{path}: {e}") from None
     if values is None: values = {}
-    if not isinstance(values, dict) or any(isinstance(v, dict) or not isinstance(k, str) for k, v in values.items()): raise UserError(f"{path}: must be flat lines of the form name: value")
+    nested = lambda v: isinstance(v, (dict, set)) or isinstance(v, list) and any(isinstance(i, (list, dict, tuple)) for i in v)
+    if not isinstance(values, dict) or any(nested(v) or not isinstance(k, str) for k, v in values.items()): raise UserError(f"{path}: must be flat lines of the form name: value")
     return values
+
+# %% ../nbs/00_core.ipynb #6919df9b
+def strip_prefix(
+    state: dict[str, object], # A state dict, maybe of a wrapped model
+) -> dict[str, object]: # The same values under the plain model's names
+    "Undo the renaming by `DistributedDataParallel` and `torch.compile`."
+    def plain(k):
+        k = k.replace("_orig_mod.", "")
+        while k.startswith("module."): k = k.removeprefix("module.")
+        return k
+    out = {plain(k): v for k, v in state.items()}
+    if len(out) < len(state): raise ValueError("two entries of the state have one name once module. and _orig_mod. are removed")
+    return out
 
 # %% ../nbs/00_core.ipynb #9d369d74
 def params_table(

@@ -6,7 +6,7 @@
 __all__ = ['PAIR_METRICS', 'MEASURE_VERSION', 'COLUMNS', 'MEASURES', 'load_model', 'reference', 'snapshot_steps', 'pair_rows',
            'downstream_rows', 'collapse_rows', 'loss_gap_rows', 'measured', 'alignment']
 
-# %% ../nbs/26_measure.ipynb #2ee340f9
+# %% ../nbs/26_measure.ipynb #38f4c01d
 import hashlib, json, warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ import pandas as pd, torch
 
 from .core import UserError, generator, pick
 from .collapse import cdnv, directional_cdnv, nc1, nc2, nc3, nc4
-from .data import Dataset, Split
+from .data import Dataset, Split, Stream
 from .losses import OBJECTIVES, cl_loss, nscl_loss
 from .models import Twin, build_twin, load_weights
 from .probes import fit_linear_probe, nccc
 from .similarity import Similarity
-from .store import Run, load_snapshot, write_atomic
+from .store import Run, content_hash, load_snapshot, sweep, write_atomic
 from .twins import clock, dataset_of, features
-from .views import uniforms, view_spec, views
+from .views import split_views, uniforms, view_spec
 from .weights import mean_weight_gap
 
 # %% ../nbs/26_measure.ipynb #ca2c4496
@@ -38,15 +38,15 @@ def load_model(
     load_weights(model, load_snapshot(run, step))
     return model.to(device).eval()
 
-# %% ../nbs/26_measure.ipynb #7ee0d780
+# %% ../nbs/26_measure.ipynb #39d8399d
 def reference(
-    split: Split,
+    split: Split | Stream,
     n_ref: int = 0, # At most so many images; 0: all
-) -> Split: # In the split's order
+) -> Split | Stream: # In the split's order
     "The images on which a metric is taken."
     if not n_ref or n_ref >= len(split): return split
     keep = torch.randperm(len(split), generator=generator(0, "reference"))[:n_ref].sort().values
-    return Split(split.x[keep], split.y[keep], split.ids[keep])
+    return split.rows(keep)
 
 # %% ../nbs/26_measure.ipynb #46fb9644
 def snapshot_steps(
@@ -136,7 +136,7 @@ def _classifier(h, y): # -> weights [C, d] and biases [C]: least squares on the 
     W = (torch.linalg.pinv(x.T @ x, rtol=1e-10, hermitian=True) @ x.T @ indicator).T
     return W, indicator.mean(0) - W @ h.mean(0)
 
-# %% ../nbs/26_measure.ipynb #761b95bf
+# %% ../nbs/26_measure.ipynb #6e2b35d9
 def loss_gap_rows(
     runs: list[Run], # Each is measured by itself; those with a projection
     ds: Dataset, # Their data set
@@ -150,7 +150,7 @@ def loss_gap_rows(
         order = torch.randperm(len(part), generator=generator(0, "reference", "order"))
         u, spec, batches = uniforms(0, "reference", len(part), p.K), view_spec(p, ds), order[: len(part) // p.B * p.B].view(-1, p.B)
         if not len(batches): raise UserError(f"n_ref = {n_ref}: the loss gap needs at least B = {p.B} reference images")
-        means = torch.stack([_losses(model, views(part.x[i], u[i], spec).to(device), part.y[i].to(device), p) for i in batches]).mean(0)
+        means = torch.stack([_losses(model, v, part.y[i].to(device), p) for i, v in zip(batches, split_views(part, batches, u, spec, device))]).mean(0)
         for metric, value in zip(("loss_cl", "loss_nscl", "loss_gap", "odds"), means.tolist()):
             yield _row(r, ds, step, run=r.id, pair=p.objective, split="train", metric=metric, value=value)
 
@@ -160,7 +160,7 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #a357c2ed
+# %% ../nbs/26_measure.ipynb #5fdf740d
 MEASURE_VERSION = 2 # goes up when the same runs would give other rows
 COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
 MEASURES = {"alignment": pair_rows, "downstream": downstream_rows, "collapse": collapse_rows, "loss_gap": loss_gap_rows}
@@ -176,12 +176,14 @@ def measured(
     rows_of, steps = pick(MEASURES, what, "measure"), snapshot_steps(runs)
     steps = steps[-1:] if last else steps
     asked = json.dumps([MEASURE_VERSION, what, [r.id for r in runs], n_ref, steps])
-    file = runs[0].path.parent/"measured"/f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.csv"
-    if not file.exists():
+    folder, key = runs[0].path.parent/"measured", hashlib.sha256(asked.encode()).hexdigest()[:16]
+    sweep(folder, older=60)
+    file = next((f for f in folder.glob(f"{key}-*.csv") if content_hash(f.read_bytes()) == f.stem[17:]), None) # another content than its name says: measured again
+    if not file:
         ds = dataset_of(runs[0].p)
-        rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS]
-        file.parent.mkdir(exist_ok=True)
-        write_atomic(file, rows.to_csv(index=False).encode())
+        rows = pd.DataFrame([row for step in steps for row in rows_of(runs, ds, step, n_ref, device)])[COLUMNS].to_csv(index=False).encode()
+        folder.mkdir(exist_ok=True)
+        file = write_atomic(folder/f"{key}-{content_hash(rows)}.csv", rows)
     exact = lambda text: text.map(lambda v: float(v or "nan")) # every digit; pandas' own parser may drop the last one
     return pd.read_csv(file, dtype={"epoch": str, "value": str}, keep_default_na=False).assign(epoch=lambda d: exact(d.epoch), value=lambda d: exact(d.value))
 

@@ -5,29 +5,31 @@
 # %% auto #0
 __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'device_of', 'shipped', 'study_files', 'layered',
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
-           'collapse_points', 'temperature_points', 'train_size', 'fixed_steps', 'class_points', 'batch_points',
-           'loss_gap_points', 'experiments_of', 'plan', 'images', 'tasks', 'estimate', 'duration', 'Progress', 'Failed',
+           'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
+           'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'tasks', 'estimate', 'operations',
+           'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed', 'check_failures',
            'train_plan', 'jobs_of', 'point_rows']
 
-# %% ../nbs/45_plan.ipynb #5746eb50
-import concurrent.futures, dataclasses, functools, itertools, json, os, queue, subprocess, sys, threading, time, traceback
+# %% ../nbs/45_plan.ipynb #efb10e6a
+import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd, torch
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from .core import Params, UserError, fill, generator, import_plugins, par, pick, read_yaml, run_id, twin_key
-from .data import DATASETS, check_classes, equal_counts
+from .data import DATASETS, Dataset, KNOWN, MissingData, Source, Split, check_classes, cut, equal_counts, fingerprint, is_streamed, middle_box, open_source, same_data, stand_in, worker_count
 from .losses import OBJECTIVES
 from .measure import measured
-from .models import ENCODERS
+from .models import build_twin, encoder_named
 from .optim import LR_RULES, OPTIMIZERS
-from .store import Run, stored_run, train_runs
+from .store import CannotWrite, Run, mark_failed, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #bdfdf813
+# %% ../nbs/45_plan.ipynb #4efd30c2
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -47,10 +49,18 @@ class Study(Params):
     jobs: int = par(0, "training processes; 0: one for each core (one on a GPU)", lo=0, named=False)
     threads: int = par(1, "threads of each training process; another number changes the last bits of a result", lo=1, named=False)
     device: str = par("auto", "where to train: auto, cpu, cuda or cuda:<n>", named=False)
+    cell_minutes: float = par(120.0, "longest time of one cell of a notebook, then it counts as failed; 0: no limit", lo=0, named=False)
+
+    @property
+    def title(self): # of its data set, for people and for the folder of its results
+        name = self.data.split("/")[-1].split("@")[0].split(":")[0] if self.data else self.dataset
+        return f"{name}_{self.labels}" if self.labels else name
+    @property
+    def folder(self): return Path(self.out)/self.title
 
 STUDY_FIELDS = tuple(f for f in dataclasses.fields(Study) if f.name != "objective")
 
-# %% ../nbs/45_plan.ipynb #dd52727f
+# %% ../nbs/45_plan.ipynb #076aa6e2
 def study(
     values: dict, # Names and values: a parameter file's, or a notebook's
     where: str = "", # Named in a message: the file or the notebook
@@ -61,12 +71,19 @@ def study(
     s = fill(Study(), values, where)
     try:
         import_plugins(s.plugins)
-        for registry, name, kind in ((DATASETS, s.dataset, "data set"), (ENCODERS, s.encoder, "encoder"), (OPTIMIZERS, s.optimizer, "optimizer")): pick(registry, name, kind)
+        for registry, name, kind in ((DATASETS, s.dataset, "data set"), (OPTIMIZERS, s.optimizer, "optimizer")): pick(registry, name, kind)
+        s = _named(s)
+        encoder_named(s.encoder)
         for o in s.objectives: pick(OBJECTIVES, o, "objective")
         if len(s.objectives) < 2 or len(set(s.objectives)) < len(s.objectives): raise UserError(f"parameter objectives = {list(s.objectives)}: must be two or more, each once")
         device_of(s)
     except UserError as e: raise UserError(f"{prefix}{e}") from None
     return s
+
+def _named(s): # a folder has a name, and the code of an encoder of one's own is part of the run
+    if s.dataset == "folder" and s.root and not s.data: s = dataclasses.replace(s, data=Path(s.root).resolve().name)
+    code = s.encoder.rpartition(":")[0]
+    return dataclasses.replace(s, plugins=(*s.plugins, code)) if code and code not in s.plugins else s
 
 # %% ../nbs/45_plan.ipynb #f0b1920f
 def device_of(
@@ -90,25 +107,29 @@ def shipped(
         if p.is_dir() and (here.parent/"settings.ini").exists() == (p is places[0]): return p
     raise UserError(f"the folder of {kind} is missing: looked at {places[0]} and {places[1]}")
 
-# %% ../nbs/45_plan.ipynb #03c8ff99
+# %% ../nbs/45_plan.ipynb #183a5107
 def study_files() -> dict[str, Path]: # Name and file
     "The parameter files that can be named on the command line: data sets' and overlays."
-    return {p.stem: p for p in sorted(shipped("params").glob("*.yaml")) if p.stem != "base"}
+    return {p.stem: p for p in sorted(shipped("params").glob("*.yaml")) if p.stem != "base" and "." not in p.stem}
 
-# %% ../nbs/45_plan.ipynb #11f4b734
+# %% ../nbs/45_plan.ipynb #6ceab946
 def layered(
     *names: str, # Shipped files by name, or paths of one's own, later ones win
     **values: object, # Set by hand, wins over all files
 ) -> dict: # Flat names and values, for `study` or papermill
-    "The values of base.yaml, then of each named file, then of `values`."
+    "The values of base.yaml, then of each named file, then of `values`; after a preset comes what it says for this data set alone, if anything."
     merged, files = read_yaml(shipped("params")/"base.yaml"), study_files()
     for n in names:
         path = Path(n) if n.endswith((".yaml", ".yml")) else pick(files, n, "data set or preset")
-        found = read_yaml(path)
-        study(merged | found, str(path))
-        merged |= found
+        merged |= _checked(path, merged)
+        if (own := path.with_name(f"{merged['dataset']}.{path.name}")).exists(): merged |= _checked(own, merged)
     study(merged | values)
     return merged | values
+
+def _checked(path, merged): # the values of a file, valid on top of `merged`
+    found = read_yaml(path)
+    study(merged | found, str(path))
+    return found
 
 # %% ../nbs/45_plan.ipynb #bd6708d3
 def notebook_study(
@@ -181,13 +202,23 @@ def temperature_points(
     "Figure 4: the temperature."
     return [(dict(tau=tau), _sweep(s, seed, tau=tau)) for tau in s.taus for seed in seeds_of(s)]
 
-# %% ../nbs/45_plan.ipynb #efbe6b42
+# %% ../nbs/45_plan.ipynb #a09f5013
 @functools.cache
-def _source(dataset, root): return pick(DATASETS, dataset, "data set")(root)
+def _source(dataset, root, data, labels): # what is on this machine, or the published numbers; a plan fetches nothing
+    try: return open_source(dataset, root, data, labels, download=False)
+    except MissingData:
+        if dataset not in KNOWN: raise
+        return stand_in(dataset, labels)
+
+def source_of(
+    p: Params, # A run, or a study
+) -> Source: # Without pixels where the data are missing
+    "The source of a run's data set, for planning."
+    return _source(p.dataset, p.root, p.data, p.labels)
 
 @functools.cache
-def _train_size(dataset, root, classes, n_train):
-    source = _source(dataset, root)
+def _train_size(dataset, root, data, labels, classes, n_train):
+    source = _source(dataset, root, data, labels)
     have = torch.isin(source.train[0], torch.tensor(check_classes(classes, source)))
     each = source.train[0][have].unique(return_counts=True)[1].tolist()
     return sum(equal_counts(each, n_train)) if n_train else sum(each)
@@ -196,7 +227,14 @@ def train_size(
     p: Params,
 ) -> int: # N
     "The number of training samples of a run; classes or numbers that the data set does not have are a `UserError`."
-    return _train_size(p.dataset, p.root, p.classes, p.n_train)
+    return _train_size(p.dataset, p.root, p.data, p.labels, p.classes, p.n_train)
+
+def provide(
+    s: Study,
+) -> None:
+    "Fetch the data of a study if they are not there; `MissingData` if that cannot be done."
+    open_source(s.dataset, s.root, s.data, s.labels)
+    _source.cache_clear(); _train_size.cache_clear()
 
 def fixed_steps(
     s: Study,
@@ -208,12 +246,12 @@ def fixed_steps(
     per_epoch = clock(p := twins_of(s, s.seed, **change)[0], train_size(p)).per_epoch
     return change | dict(steps=T, warmup=warmup / per_epoch)
 
-# %% ../nbs/45_plan.ipynb #8517a6b1
+# %% ../nbs/45_plan.ipynb #d3e9babc
 def class_points(
     s: Study,
 ) -> list[Point]: # Labels: C
     "Figure 3: the number of classes."
-    ids = s.classes or _source(s.dataset, s.root).class_ids
+    ids = s.classes or source_of(s).class_ids
     if bad := [C for C in s.class_counts if not 2 <= C <= len(ids)]: raise UserError(f"parameter class_counts = {list(s.class_counts)}: {bad[0]} must be between 2 and {len(ids)}, the classes of {s.dataset}")
     base, points = _sweep(s, s.seed)[0], []
     c = clock(base, train_size(base))
@@ -296,25 +334,41 @@ def tasks(
         groups = split
     return groups
 
-# %% ../nbs/45_plan.ipynb #589c467c
+# %% ../nbs/45_plan.ipynb #874edb58
 def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr=1e-9, lr_rule="linear", warmup=0., snapshots=1, seed=0)
+
+def _shaped(p, B): # a data set of the run's shape with B images of noise
+    src = source_of(p)
+    keep, n = check_classes(p.classes, src), B * src.channels * p.size**2
+    x = ((torch.arange(n) * 2654435761 >> 13) % 256).to(torch.uint8).view(B, src.channels, p.size, p.size)
+    split = Split(x, torch.arange(B) % len(keep), torch.arange(B))
+    return Dataset(p.dataset, split, split, keep, tuple(map(str, keep)), src.mean, src.std)
 
 def _seconds(p, device): # of one image of a batch
     torch_threads = torch.get_num_threads()
     def timed(B):
-        twins = Twins([dataclasses.replace(p, B=B)], ds, device)
+        twins = Twins([dataclasses.replace(p, B=B, epochs=8)], _shaped(p, B), device)
         twin_step(twins)
         start = time.perf_counter()
-        for _ in range(2): twin_step(twins)
+        for _ in range(2): twin_step(twins).sum().item()
         return (time.perf_counter() - start) / 2 / B
-    ds, small = dataset_of(p), min(p.B, 16)
+    small = min(p.B, 16)
     try:
         torch.set_num_threads(1)
         rough = timed(small)
-        return timed(p.B) if p.B > small and rough * p.B < 0.7 else rough
+        seconds = timed(p.B) if p.B > small and rough * p.B < 0.7 else rough
+        return _with_decoding(p, seconds)
     finally: torch.set_num_threads(torch_threads)
 
-# %% ../nbs/45_plan.ipynb #9ce04e03
+def _with_decoding(p, seconds): # workers decode at the same time; without them it comes on top
+    src, workers = source_of(p), worker_count(p.workers)
+    if src.pixels is None or not is_streamed(src, p.size, p.stream): return seconds
+    start = time.perf_counter()
+    for i in src.train[1][:: -(-len(src.train[1]) // 16)].tolist(): cut(im := src.opened(i), middle_box(0, im.height, im.width).expand(p.K, 4), p.size)
+    decoding = (time.perf_counter() - start) / min(16, len(src.train[1]))
+    return max(seconds, decoding / workers) if workers else seconds + decoding
+
+# %% ../nbs/45_plan.ipynb #225458c3
 def estimate(
     runs: list[Run], # Those that are done cost nothing
     jobs: int, # Processes
@@ -323,17 +377,31 @@ def estimate(
     "About how long training will take."
     cost, groups = {}, tasks([r for r in runs if not r.done], jobs)
     for g in groups:
-        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes, n_train=g[0].p.n_train), device)
+        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes), device)
     return sum(images(r) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
 
-# %% ../nbs/45_plan.ipynb #8c8f60a7
+# %% ../nbs/45_plan.ipynb #1817adce
+@functools.cache
+def _operations(p, channels): # of one image of a batch: forward and backward of its K views
+    model = build_twin(p, channels=channels, size=p.size).to("meta")
+    with FlopCounterMode(display=False) as counter: model(torch.empty(4, channels, p.size, p.size, device="meta"))[1].sum().backward()
+    return counter.get_total_flops() / 4 * p.K
+
+def operations(
+    runs: list[Run], # Those that are done cost nothing
+) -> float: # Floating-point operations
+    "How much arithmetic is left: forward and backward passes of all images, counted, not timed."
+    todo = [r for r in runs if not r.done]
+    return float(sum(images(r) * _operations(dataclasses.replace(_kind(r.p), B=2), source_of(r.p).channels) for r in todo))
+
+# %% ../nbs/45_plan.ipynb #b2ef480c
 def duration(
     seconds: float,
-) -> str: # Such as "40 s" or "12 min"
+) -> str: # Such as "40 s", "12 min" or "30 days"
     "A length of time for people."
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h" if seconds < 360000 else f"{seconds / 86400:,.0f} days"
 
-# %% ../nbs/45_plan.ipynb #13bec7f2
+# %% ../nbs/45_plan.ipynb #71936e70
 class Progress:
     "Progress of a known amount of work: a bar on a terminal, a line every tenth elsewhere."
     def __init__(self, total: int, what: str):
@@ -343,59 +411,87 @@ class Progress:
         with self.lock:
             self.n += amount
             if self.bar: self.bar.update(amount)
-            elif (tenth := 10 * self.n // self.total) > self.told:
+            elif (tenth := 10 * min(self.n, self.total) // self.total) > self.told:
                 self.told, left = tenth, (time.time() - self.start) * (self.total - self.n) / self.n
                 print(f"{self.what}: {10 * tenth} %, about {duration(left)} left", flush=True)
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #1b743c36
-def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N" and "ended WHY" on standard output
-    for line in sys.stdin:
-        task = json.loads(line)
-        torch.set_num_threads(task["threads"])
-        with open(task["log"], "w") as log: os.dup2(log.fileno(), 2)
-        try: why = _train_task(task)
-        except Exception as e:
-            traceback.print_exc()
-            why = f"{type(e).__name__}: {' '.join(str(e).split())}"
-        print("ended", why, flush=True)
+# %% ../nbs/45_plan.ipynb #10264fa0
+def out_of_memory(e): return isinstance(e, (MemoryError, torch.cuda.OutOfMemoryError)) or "allocate memory" in str(e) # the CPU's allocator raises a plain RuntimeError
 
-def _train_task(task):
-    told, gained = time.time(), 0
-    def report(steps, t, losses):
-        nonlocal told, gained
-        gained += steps * len(losses) * task["params"][0]["B"]
-        if time.time() - told > 0.2: tell()
-    def tell():
-        nonlocal told, gained
-        print("gained", gained, flush=True)
-        told, gained = time.time(), 0
+def reason(
+    e: Exception,
+) -> str: # One line
+    "Why something failed, for people."
+    text = " ".join(str(e).split())
+    if out_of_memory(e): return f"out of memory; fewer jobs at a time need less, then the same command continues ({text or type(e).__name__})"
+    return text if isinstance(e, (UserError, CannotWrite)) else f"{type(e).__name__}: {text}"
+
+def train_task(
+    task: dict, # params: of each twin; folder: of the runs; device; threads
+    gained: Callable[[int], None], # Told how many images were looked at since the last call
+    say: Callable[[str], None], # Told what is waited for
+) -> None:
+    "Train twins that are described by plain values, in whatever process this is."
+    torch.set_num_threads(task["threads"])
     params = [Params(**p) for p in task["params"]]
     import_plugins(params[0].plugins)
-    train_runs([stored_run(p, task["folder"]) for p in params], task["device"], report)
-    tell()
-    return ""
+    train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
-# %% ../nbs/45_plan.ipynb #657e2734
+# %% ../nbs/45_plan.ipynb #61d43eb5
+def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N", "said TEXT" and "ended WHY" on what was standard output
+    answers = os.fdopen(os.dup(1), "w")
+    answer = lambda *words: print(*words, file=answers, flush=True)
+    for line in sys.stdin:
+        task, told, images = json.loads(line), time.time(), 0
+        def gained(n):
+            nonlocal told, images
+            images += n
+            if time.time() - told > 0.2: answer("gained", images); told, images = time.time(), 0
+        try:
+            with open(task["log"], "w") as log: os.dup2(log.fileno(), 1); os.dup2(log.fileno(), 2)
+            train_task(task, gained, lambda text: answer("said", text))
+            answer("gained", images); answer("ended")
+        except Exception as e:
+            traceback.print_exc()
+            answer("ended", reason(e))
+
+# %% ../nbs/45_plan.ipynb #40a8fdf0
 def _ask(process, runs, device, threads, progress): # -> "" or why the task failed
     log = runs[0].path/"log.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     task = dict(params=[dataclasses.asdict(r.p) for r in runs], folder=str(runs[0].path.parent), device=device, threads=threads, log=str(log))
-    try: process.stdin.write(json.dumps(task) + "\n"); process.stdin.flush()
-    except BrokenPipeError: pass
+    with contextlib.suppress(BrokenPipeError): process.stdin.write(json.dumps(task) + "\n"); process.stdin.flush()
     for line in process.stdout:
         word, _, rest = line.strip().partition(" ")
         if word == "gained": progress.add(int(rest))
+        elif word == "said": print(rest, flush=True)
         else: return rest and f"{rest} (log: {log})"
-    code = process.wait()
-    return f"killed by signal {-code}" + (", out of memory?" if code == -9 else "") if code < 0 else f"the process ended with code {code} (log: {log})"
+    if (code := process.wait()) < 0: return f"killed by signal {-code}{', out of memory?' if code == -9 else ''} (log: {log})"
+    process.early.seek(0)
+    return f"the process ended with code {code} ({(process.early.read().strip().splitlines() or ['no message'])[-1]}; log: {log})"
 
-# %% ../nbs/45_plan.ipynb #514d3152
+# %% ../nbs/45_plan.ipynb #fe5014d7
 class Failed(RuntimeError):
     "Some runs of a plan failed; the others are done. Names each and why."
 
-# %% ../nbs/45_plan.ipynb #fbea9372
+def failed(
+    runs: list[Run], # Twins
+    why: str,
+) -> str: # A line for people
+    "Leave a note beside each run of the group that is not done."
+    for r in runs: mark_failed(r, why)
+    return f"{', '.join(r.p.objective for r in runs if not r.done)} (seed {runs[0].p.seed}): {why}"
+
+def check_failures(
+    failures: list[str], # As `failed` gives them
+    groups: int, # How many groups there were
+) -> None:
+    "Raise `Failed` unless all went well."
+    if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
+
+# %% ../nbs/45_plan.ipynb #dcd5131b
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
@@ -403,24 +499,32 @@ def train_plan(
     threads: int = 1, # Of each process
 ) -> int: # How many runs were trained
     "Train what is missing of `runs`, several groups at a time; `Failed` at the end if some could not be."
+    for r in runs: # those that are there must be of the data that are there
+        if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(json.loads(record.read_text()), now, str(record))
     missing = [r for r in runs if not r.done]
     if not missing: return 0
     todo = tasks(missing, jobs := jobs_of(jobs, device))
     jobs = min(jobs, len(todo))
     print(f"training {len(missing)} runs, {sum(clock(r.p, train_size(r.p)).T for r in missing)} steps in all, in {jobs} process{'es' if jobs > 1 else ''}", flush=True)
-    failures = _run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training"))
-    if failures: raise Failed(f"{len(failures)} of {len(todo)} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
+    check_failures(_run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training")), len(todo))
     return len(missing)
+
+@functools.cache
+def _fingerprint(*which): # empty: the data are not here
+    src = _source(*which)
+    return fingerprint(src) if src.pixels else ""
 
 def jobs_of(jobs, device): return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
 
-# %% ../nbs/45_plan.ipynb #b18637dd
+# %% ../nbs/45_plan.ipynb #cf8bdb77
 def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each failure
     left, failures, live, stop = queue.SimpleQueue(), [], set(), threading.Event()
     for runs in todo: left.put(runs)
     def start():
-        live.add(p := subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        early = tempfile.TemporaryFile("w+") # what it says before its first task
+        live.add(p := subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=early, text=True,
                                        env=os.environ | {"OMP_NUM_THREADS": str(threads)}))
+        p.early = early
         return p
     def work():
         process = start()
@@ -429,8 +533,9 @@ def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each fa
             except queue.Empty: break
             if process.poll() is not None: process = start()
             why = _ask(process, runs, device, threads, progress)
-            if why: failures.append(f"{', '.join(r.p.objective for r in runs)} (seed {runs[0].p.seed}): {why}")
-        process.stdin.close(); process.wait()
+            if why: failures.append(failed(runs, why))
+        with contextlib.suppress(BrokenPipeError): process.stdin.close()
+        process.wait()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
             for done in [pool.submit(work) for _ in range(jobs)]: done.result()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'REGS', 'finite_rows', 'rows', 'Centres', 'class_centres', 'nearest_centre', 'nccc', 'shots', 'nccc_few_shot',
-           'Probe', 'fit_linear_probe', 'linear_probe', 'unit_rows', 'knn', 'knn_loo', 'confusion']
+           'Probe', 'fit_linear_probe', 'linear_probe', 'unit_rows', 'knn_labels', 'knn', 'knn_loo', 'confusion']
 
 # %% ../nbs/22_probes.ipynb #4735d173
 import math, warnings
@@ -261,7 +261,7 @@ def unit_rows(
     if len(zero): raise ValueError(f"{name}: row {int(zero[0])} is zero and has no direction")
     return torch.cat([(x.double() / s[:, None]).to(h.dtype) for x, s in zip(h.split(CHUNK), size.split(CHUNK))])
 
-# %% ../nbs/22_probes.ipynb #2f766af8
+# %% ../nbs/22_probes.ipynb #e088f091
 def _neighbours(bank, query, k, loo, chunk=512):
     "Indices and similarities of the k nearest bank rows, chunk by chunk, `[chunk, k]`; the earlier of equals."
     for i in range(0, len(query), chunk):
@@ -273,8 +273,14 @@ def _neighbours(bank, query, k, loo, chunk=512):
         near = take.nonzero()[:, 1].view(-1, k)
         yield near, s.gather(1, near)
 
-def _vote(bank, y_bank, query, k, loo=False):
-    "The label of each query."
+def knn_labels(
+    bank: torch.Tensor, # Unit rows that vote, `[N, d]`
+    y_bank: torch.Tensor, # Their labels, `[N]`
+    query: torch.Tensor, # Unit rows to be classified, `[M, d]`
+    k: int, # Neighbours
+    loo: bool = False, # Are the queries the bank's own rows? Then each is left out of its vote
+) -> torch.Tensor: # Labels `[M]`
+    "The label that the `k` nearest bank rows give to each query."
     if not 1 <= k <= len(bank) - loo: raise ValueError(f"k = {k}: must be at least 1 and at most {len(bank) - loo}, the rows to choose from")
     classes, index = y_bank.unique(return_inverse=True)
     out = []
@@ -283,7 +289,7 @@ def _vote(bank, y_bank, query, k, loo=False):
         out.append(votes.scatter_add_(1, index[near], 2 * k + 1 + s.double()).argmax(1))
     return classes[torch.cat(out)]
 
-# %% ../nbs/22_probes.ipynb #fd8766fa
+# %% ../nbs/22_probes.ipynb #5f87b90f
 def knn(
     h_bank: torch.Tensor, # Features that vote, `[N, d]`
     y_bank: torch.Tensor, # Their labels, `[N]`
@@ -295,9 +301,9 @@ def knn(
     h_bank, y_bank = rows(h_bank, y_bank, "h_bank")
     h_query, y_query = rows(h_query, y_query, "h_query")
     _known(y_bank.unique(), y_query)
-    return float((_vote(unit_rows(h_bank, "h_bank"), y_bank, unit_rows(h_query, "h_query").to(h_bank.dtype), k) == y_query).double().mean())
+    return float((knn_labels(unit_rows(h_bank, "h_bank"), y_bank, unit_rows(h_query, "h_query").to(h_bank.dtype), k) == y_query).double().mean())
 
-# %% ../nbs/22_probes.ipynb #84e8f875
+# %% ../nbs/22_probes.ipynb #39627638
 def knn_loo(
     h: torch.Tensor, # Features `[N, d]`
     y: torch.Tensor, # Labels `[N]`
@@ -306,7 +312,7 @@ def knn_loo(
     "Accuracy of the vote of the `k` nearest other rows, each row left out in turn."
     h, y = rows(h, y)
     u = unit_rows(h, "h")
-    return float((_vote(u, y, u, k, loo=True) == y).double().mean())
+    return float((knn_labels(u, y, u, k, loo=True) == y).double().mean())
 
 # %% ../nbs/22_probes.ipynb #a5ed51ad
 def confusion(

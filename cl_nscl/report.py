@@ -170,31 +170,39 @@ def markdown(
     line = lambda cells: "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
     return "\n".join([line(table.columns), line("---" for _ in table.columns), *map(line, table.itertuples(index=False))]) + "\n"
 
-# %% ../nbs/41_report.ipynb #3948a43e
+# %% ../nbs/41_report.ipynb #df86131a
 def save_results(
     r: Results,
 ) -> list[Path]: # Every file, the manifest last
     "Write rows (CSV), tables (CSV, Markdown), charts (JSON, SVG, PNG), and last `<name>.json`, which lists them: without it there is no result."
     r.folder.mkdir(parents=True, exist_ok=True)
-    manifest = r.folder/f"{r.name}.json"
+    manifest, begun = r.folder/f"{r.name}.json", r.folder/f".{r.name}.begun"
     manifest.unlink(missing_ok=True)
+    write_atomic(begun, json.dumps([*r.rows, *r.tables, *r.charts]).encode()) # whose files these are, should the manifest never come
     files = [write_atomic(r.folder/f"{n}.csv", t.to_csv(index=False).encode()) for n, t in (r.rows | r.tables).items()]
     files += [write_atomic(r.folder/f"{n}.md", markdown(t).encode()) for n, t in r.tables.items()]
     for n, c in r.charts.items(): files += [_small(f) if f.suffix == ".png" else f for f in save_chart(c, r.folder/n)]
     text = dict(name=r.name, title=r.title, files=[f.name for f in files], tables=[*r.tables], charts=[*r.charts], claims=r.claims, runs=r.runs, params=r.params)
-    return [*files, write_atomic(manifest, (json.dumps(text, indent=1, default=list) + "\n").encode())]
+    write_atomic(manifest, (json.dumps(text, indent=1, default=list) + "\n").encode())
+    begun.unlink()
+    return [*files, manifest]
 
 def _small(png): # a chart has few colours: a palette makes the file some eight times smaller
     Image.open(png).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(png, optimize=True)
     return png
 
-# %% ../nbs/41_report.ipynb #87d4d3a7
+# %% ../nbs/41_report.ipynb #19fee560
 def load_results(
     folder: Path,
 ) -> list[dict]: # Manifests, in the order of their names
     "The results in a folder that are complete: those with a manifest whose files are all there."
-    found = [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9][0-9]_*.json"))]
+    found = [m for p in sorted(folder.glob("[0-9][0-9]_*.json")) if (m := _manifest(p))]
     return [m for m in found if all((folder/f).exists() for f in m["files"])]
+
+def _manifest(path): # `None`: damaged
+    try: m = json.loads(path.read_text())
+    except ValueError: return None
+    return m if isinstance(m, dict) and "files" in m else None
 
 # %% ../nbs/41_report.ipynb #92db0cd1
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}

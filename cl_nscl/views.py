@@ -6,18 +6,20 @@
 __all__ = ['COLUMNS', 'N_UNIFORMS', 'ORDERS', 'JITTER', 'uniforms', 'ViewSpec', 'view_spec', 'crop_box', 'resize_weights',
            'crop_resize', 'to_grey', 'adjust_brightness', 'adjust_contrast', 'adjust_saturation', 'adjust_hue',
            'jitter_values', 'colour_jitter', 'blur_weights', 'gaussian_blur', 'check_images', 'normalise', 'one_view',
-           'views', 'eval_view']
+           'views', 'eval_view', 'view_boxes', 'views_of_crops', 'split_views']
 
-# %% ../nbs/02_views.ipynb #8d13cbf7
-import math
-from dataclasses import dataclass
+# %% ../nbs/02_views.ipynb #f521ac9f
+import functools, math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from .core import Params, generator
-from .data import Dataset
+from .data import Dataset, Split, Stream
 
 # %% ../nbs/02_views.ipynb #550bd448
 COLUMNS = dict(area=slice(0, 10), ratio=slice(10, 20), top=20, left=21, flip=22, jitter=23, order=24, brightness=25,
@@ -152,8 +154,12 @@ def adjust_hue(
     pure = torch.stack([(h - 3).abs_().sub_(1), (h - 2).abs_().neg_().add_(2), (h - 4).abs_().neg_().add_(2)], 1)
     return pure.clamp_(0, 1).mul_(c[:, None]).add_(low[:, None])
 
-# %% ../nbs/02_views.ipynb #11a085d8
-ORDERS = torch.tensor(list(permutations(range(4)))) # [24, 4]
+# %% ../nbs/02_views.ipynb #0d2bbe66
+@functools.lru_cache(maxsize=64)
+def _constant(values, device, dtype=torch.float32): # the same few numbers on a device, copied there once: a copy makes the host wait
+    return torch.tensor(values, dtype=dtype, device=device)
+
+ORDERS = tuple(permutations(range(4))) # 24 of them
 JITTER = dict(brightness=adjust_brightness, contrast=adjust_contrast, saturation=adjust_saturation, hue=adjust_hue)
 
 def jitter_values(
@@ -161,20 +167,27 @@ def jitter_values(
     spec: ViewSpec,
 ) -> tuple[Tensor, Tensor]: # Order of the operations, int64 [B, 4], -1: none; their factors, float32 [B, 4]
     "The order and the strengths of each sample's colour jitter, as positions in `JITTER`."
-    order = ORDERS.to(u.device)[(24 * u[:, COLUMNS["order"]]).long()]
+    order = _constant(ORDERS, u.device, torch.int64)[(24 * u[:, COLUMNS["order"]]).long()]
     order = torch.where((u[:, COLUMNS["jitter"]] < spec.jitter)[:, None], order, -1)
-    s = torch.tensor([getattr(spec, k) for k in JITTER], device=u.device)
-    middle = torch.tensor([1.0, 1.0, 1.0, 0.0], device=u.device)
+    s, middle = _constant(tuple(getattr(spec, k) for k in JITTER), u.device), _constant((1.0, 1.0, 1.0, 0.0), u.device)
     lo = torch.where(middle == 1, (middle - s).clamp(min=0), -s)
-    return torch.where((s == 0)[order] & (order >= 0), -1, order), lo + (middle + s - lo) * u[:, [COLUMNS[k] for k in JITTER]]
+    return torch.where((s == 0)[order] & (order >= 0), -1, order), lo + (middle + s - lo) * u[:, COLUMNS["brightness"] : COLUMNS["hue"] + 1]
 
-# %% ../nbs/02_views.ipynb #485ae171
+# %% ../nbs/02_views.ipynb #908f7ac7
 def colour_jitter(
     x: Tensor, # Pixels in [0, 1], float32 [B, channels, H, W]
     order: Tensor, # The operation at each position, int64 [B, 4]; -1: none
     factors: Tensor, # Of each operation, float32 [B, 4]
+    masked: bool | None = None, # All samples through all operations, without a wait for the device? `None`: on a GPU
 ) -> Tensor: # Like x
     "Each sample through its own operations in its own order."
+    if masked is None: masked = x.device.type != "cpu"
+    if masked:
+        for at in order.unbind(1):
+            z = x
+            for op, fn in enumerate(JITTER.values()): z = torch.where((at == op)[:, None, None, None], fn(x, factors[:, op]), z)
+            x = z
+        return x
     x = x.clone()
     for at in order.unbind(1):
         for op, fn in enumerate(JITTER.values()):
@@ -182,7 +195,7 @@ def colour_jitter(
             if len(i): x.index_copy_(0, i, fn(x.index_select(0, i), factors[i, op]))
     return x
 
-# %% ../nbs/02_views.ipynb #48b15aa3
+# %% ../nbs/02_views.ipynb #ab8c95ae
 def blur_weights(
     sigma: Tensor, # Standard deviations in pixels, float32 [B]
     n: int, # Pixels of the image along the axis
@@ -194,7 +207,7 @@ def blur_weights(
     source = (torch.arange(n, device=sigma.device)[:, None] + t).abs()                      # reflected at the first pixel
     source = torch.where(source > n - 1, 2 * (n - 1) - source, source)                     # and at the last
     w = torch.zeros(len(sigma), n, n, device=sigma.device)
-    for k in range(2 * radius + 1): w[:, torch.arange(n), source[:, k]] += taps[:, k, None]
+    for k in range(2 * radius + 1): w[:, torch.arange(n, device=sigma.device), source[:, k]] += taps[:, k, None]
     return w
 
 # %% ../nbs/02_views.ipynb #c3accdb1
@@ -207,7 +220,7 @@ def gaussian_blur(
     w = blur_weights(sigma, n, n // 20)
     return w[:, None] @ (x.flatten(1, 2) @ w.mT).unflatten(1, x.shape[1:3])
 
-# %% ../nbs/02_views.ipynb #40dbc24b
+# %% ../nbs/02_views.ipynb #bbe1f8ba
 def check_images(
     x: Tensor, # Should be uint8 [B, channels, H, W]
     spec: ViewSpec,
@@ -221,25 +234,28 @@ def normalise(
     spec: ViewSpec,
 ) -> Tensor: # Like x
     "Subtract the mean, divide by the standard deviation, per channel."
-    mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (spec.mean, spec.std))
+    mean, std = (_constant(v, x.device)[:, None, None] for v in (spec.mean, spec.std))
     return (x - mean) / std
 
-# %% ../nbs/02_views.ipynb #0277fdc0
+# %% ../nbs/02_views.ipynb #04b20ec3
 def one_view(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     u: Tensor, # Uniform numbers, float32 [B, P]
     spec: ViewSpec,
+    masked: bool | None = None, # As in `colour_jitter`
 ) -> Tensor: # float32 [B, channels, size, size]
     "One view of each image."
+    if masked is None: masked = x.device.type != "cpu"
     on = lambda name: u[:, COLUMNS[name]] < getattr(spec, name)
     x = crop_resize(x.float().div_(255), crop_box(u, *x.shape[2:], spec.crop), on("flip"), spec.size).clamp_(0, 1)
-    x = colour_jitter(x, *jitter_values(u, spec))
+    x = colour_jitter(x, *jitter_values(u, spec), masked)
     if x.shape[1] == 3: x = torch.where(on("grey")[:, None, None, None], to_grey(x), x)
-    i = on("blur").nonzero()[:, 0]
-    if len(i): x[i] = gaussian_blur(x[i], 0.1 + 1.9 * u[i, COLUMNS["sigma"]])
+    sigma = 0.1 + 1.9 * u[:, COLUMNS["sigma"]]
+    if masked and spec.blur: x = torch.where(on("blur")[:, None, None, None], gaussian_blur(x, sigma), x)
+    elif len(i := [] if masked else on("blur").nonzero()[:, 0]): x[i] = gaussian_blur(x[i], sigma[i])
     return normalise(x, spec)
 
-# %% ../nbs/02_views.ipynb #541bd4fd
+# %% ../nbs/02_views.ipynb #619d2e92
 def views(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     u: Tensor, # Uniform numbers in [0, 1), float32 [B, K, P]
@@ -249,18 +265,53 @@ def views(
     check_images(x, spec)
     if u.ndim != 3 or len(u) != len(x) or u.shape[2] != N_UNIFORMS: raise ValueError(f"u: must be [{len(x)}, K, {N_UNIFORMS}], not {list(u.shape)}")
     out = torch.empty(u.shape[1], len(x), x.shape[1], spec.size, spec.size, device=x.device)
-    for i in range(0, len(x), 128):
-        for k in range(u.shape[1]): out[k, i:i + 128] = one_view(x[i:i + 128], u[i:i + 128, k], spec)
+    n = 128 if x.device.type == "cpu" else max(128, 2**22 // spec.size**2)
+    for i in range(0, len(x), n):
+        for k in range(u.shape[1]): out[k, i:i + n] = one_view(x[i:i + n], u[i:i + n, k], spec)
     return out
 
-# %% ../nbs/02_views.ipynb #44bb3e33
+# %% ../nbs/02_views.ipynb #1924bc88
 def eval_view(
     x: Tensor, # Images, uint8 [B, channels, H, W]
     spec: ViewSpec,
 ) -> Tensor: # float32 [B, channels, size, size]
     "Each image, resized if need be and normalised."
     check_images(x, spec)
-    whole = torch.tensor([0, 0, *x.shape[2:]], device=x.device).expand(len(x), 4)
+    whole = _constant((0, 0, *x.shape[2:]), x.device, torch.int64).expand(len(x), 4)
     f = x.float().div_(255)
     if x.shape[2:] != (spec.size, spec.size): f = crop_resize(f, whole, torch.zeros(len(x), dtype=torch.bool, device=x.device), spec.size).clamp_(0, 1)
     return normalise(f, spec)
+
+# %% ../nbs/02_views.ipynb #54dce563
+def view_boxes(
+    u: Tensor, # Uniform numbers of all samples, float32 [N, K, P]
+    crop: float, # Smallest area, as a share of the image
+    i: int, # Position of the sample
+    H: int, # Height of its image
+    W: int, # Width
+) -> Tensor: # Top, left, height, width in pixels, int64 [K, 4]
+    "The crops of one sample; with its first two arguments filled in, what `Stream.crops` asks for."
+    return crop_box(u[i], H, W, crop)
+
+def views_of_crops(
+    x: Tensor, # Crops, uint8 [B, K, channels, size, size]
+    u: Tensor, # Uniform numbers, float32 [B, K, P]
+    spec: ViewSpec,
+) -> Tensor: # float32 [K, B, channels, size, size]
+    "Views of images that are cropped already: flip, colours, blur, normalisation."
+    u = u.clone()
+    u[..., COLUMNS["ratio"]] = 0.5 # a square: with a crop of everything, the whole image
+    return torch.cat([views(x[:, k], u[:, k:k + 1], replace(spec, crop=1.0)) for k in range(x.shape[1])])
+
+def split_views(
+    split: Split | Stream,
+    rows: Tensor, # Positions, int64 [steps, B]
+    u: Tensor, # Uniform numbers of the whole split, float32 [N, K, P]
+    spec: ViewSpec,
+    device: torch.device | str = "cpu", # Where the views are made
+) -> Iterator[Tensor]: # Of each step, float32 [K, B, channels, size, size]
+    "The views of each step's batch."
+    if isinstance(split, Split):
+        for i in rows: yield views(split.x[i].to(device), u[i].to(device), spec)
+    else:
+        for i, x in zip(rows, split.crops(rows, partial(view_boxes, u, spec.crop))): yield views_of_crops(x.to(device), u[i].to(device), spec)

@@ -5,30 +5,26 @@
 # %% auto #0
 __all__ = ['BUFFERS', 'PARTS', 'weight_gap', 'mean_weight_gap']
 
-# %% ../nbs/24_weights.ipynb #a649fae7
+# %% ../nbs/24_weights.ipynb #df7e6ac8
 import warnings
 from collections.abc import Mapping
 
 import pandas as pd, torch
 from torch import nn
 
-# %% ../nbs/24_weights.ipynb #c9f67498
+from .core import strip_prefix
+
+# %% ../nbs/24_weights.ipynb #49b03352
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked") # In state dicts, where nothing else marks them
 PARTS = {"encoder", "projector", "head"} # The parts of a whole model
-
-def _plain(k): # module.encoder._orig_mod.conv1.weight -> encoder.conv1.weight
-    k = k.replace("_orig_mod.", "")
-    while k.startswith("module."): k = k.removeprefix("module.")
-    return k
 
 def _layers(m, vectors):
     "The weight tensors of the encoder by name."
     state = {k: p.detach() for k, p in m.named_parameters()} if isinstance(m, nn.Module) else m
     if not isinstance(state, Mapping): raise ValueError(f"a model is an nn.Module or a state dict, not {type(m).__name__}")
-    out = {_plain(k): w for k, w in state.items()}
-    if len(out) < len(state): raise ValueError("two entries of the state have one name once module. and _orig_mod. are removed")
+    out = strip_prefix(state)
     if {k.split(".")[0] for k in out} <= PARTS and any(k.startswith("encoder.") for k in out):
-        out = {_plain(k.removeprefix("encoder.")): w for k, w in out.items() if k.startswith("encoder.")}
+        out = strip_prefix({k.removeprefix("encoder."): w for k, w in out.items() if k.startswith("encoder.")})
     for k, w in out.items():
         if not isinstance(w, torch.Tensor): raise ValueError(f"entry {k!r} is a {type(w).__name__}, not a tensor: pass the state dict itself")
     return {k: w for k, w in out.items() if w.is_floating_point() and k.split(".")[-1] not in BUFFERS and w.ndim >= (0 if vectors else 2)}

@@ -11,5 +11,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 torch.set_num_threads(1)
 
 
+def need(what: str, lacking: str) -> None:
+    "Skip, because this machine lacks something; fail instead where CL_NSCL_REQUIRE=slurm,... says that it must be there."
+    if not lacking: return
+    if what in os.environ.get("CL_NSCL_REQUIRE", "").split(","): pytest.fail(f"{what} is required here: {lacking}")
+    pytest.skip(lacking)
+
+
 @pytest.fixture
 def root(): return ROOT

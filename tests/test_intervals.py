@@ -8,14 +8,6 @@ from cl_nscl.intervals import bootstrap, chance_level, intervals, mean_interval,
 from cl_nscl.similarity import cka, similarities
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
 def normal(*shape, seed=0, dtype=torch.float32): return torch.randn(*shape, generator=generator(seed, "test", *shape), dtype=dtype)
 
 

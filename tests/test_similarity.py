@@ -8,14 +8,6 @@ from cl_nscl.core import generator
 from cl_nscl.similarity import METRICS, Similarity, _unit, cka, drift, rsa, similarities, spearman
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
 def normal(*shape, seed=0, dtype=torch.float32): return torch.randn(*shape, generator=generator(seed, "test", *shape), dtype=dtype)
 def rotation(d, seed=0): return torch.linalg.qr(normal(d, d, seed=seed, dtype=torch.float64))[0]
 def values(h1, h2, **kw): return similarities({"a": h1, "b": h2}, **kw).set_index("metric").value

@@ -1,0 +1,104 @@
+"""A real Slurm of one node in a temporary folder, for as long as a test needs it. Debian: slurmctld, slurmd, slurm-client, munge; root."""
+import os, shutil, socket, subprocess, threading, time
+from pathlib import Path
+
+PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={port}
+SlurmdPort={slurmd}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait=2
+MinJobAge=10
+SchedulerParameters=sched_interval=2,batch_sched_delay=0
+SlurmctldTimeout=30
+SlurmdTimeout=30
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
+PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def missing() -> str: # why there can be no Slurm here; empty: there can
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    lacking = [p for p in PROGRAMS if not shutil.which(p, path=path)]
+    if lacking: return f"Slurm's programs are not installed: {', '.join(lacking)}"
+    return "" if os.geteuid() == 0 else "starting Slurm's daemons needs root"
+
+
+def _free_ports(n):
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets: s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets: s.close()
+    return ports
+
+
+class Slurm:
+    "Started by entering; `env` is what its clients need."
+    def __init__(self, folder: Path, cpus: int = 4):
+        self.folder, self.cpus, self.daemons, self.host = folder, cpus, [], socket.gethostname().split(".")[0]
+        self.env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+
+    def __enter__(self):
+        os.chmod(self.folder, 0o755) # munged refuses a folder that others may write to
+        port, slurmd = _free_ports(2)
+        (self.folder/"slurm.conf").write_text(CONF.format(folder=self.folder, host=self.host, cpus=self.cpus, port=port, slurmd=slurmd))
+        for d in ("state", "spool"): (self.folder/d).mkdir()
+        subprocess.run(["mungekey", "--create", f"--keyfile={self.folder}/munge.key"], env=self.env, check=True)
+        try:
+            self._start("munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid",
+                        f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed")
+            self._until(lambda: (self.folder/"munge.socket").exists())
+            self._start("slurmctld", "-D", "-i")
+            self._until(lambda: self.call("scontrol", "ping").returncode == 0)
+            self._start("slurmd", "-D", "-N", self.host)
+            self._until(lambda: "idle" in self.call("sinfo", "-h", "-o", "%T").stdout)
+            self.closing = threading.Event()
+            threading.Thread(target=self._hasten, daemon=True).start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _hasten(self): # Slurm lets two minutes pass before it starts a requeued job again
+        while not self.closing.wait(1):
+            for job in self.call("squeue", "-h", "-t", "PENDING", "-o", "%A %r").stdout.splitlines():
+                if job.endswith("BeginTime"): self.call("scontrol", "update", f"JobId={job.split()[0]}", "StartTime=now")
+
+    def __exit__(self, *_):
+        if hasattr(self, "closing"): self.closing.set()
+        self.call("scancel", "--user=root")
+        for p in reversed(self.daemons): p.terminate()
+        for p in reversed(self.daemons):
+            try: p.wait(3)
+            except subprocess.TimeoutExpired: p.kill(); p.wait()
+
+    def call(self, *argv, **kw): return subprocess.run([*map(str, argv)], env=self.env, capture_output=True, text=True, timeout=60, **kw)
+
+    def _start(self, *argv):
+        with open(self.folder/f"{argv[0]}.out", "w") as out: self.daemons.append(subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT))
+
+    def _until(self, ready, seconds=40):
+        end = time.time() + seconds
+        while not ready():
+            dead = [p for p in self.daemons if p.poll() is not None]
+            if dead or time.time() > end: raise RuntimeError(f"Slurm did not start: {dead}\n" + "\n".join(f"{f.name}:\n{f.read_text()[-2000:]}" for f in sorted(self.folder.glob("*.[ol]*")) if f.is_file()))
+            time.sleep(0.1)
