@@ -3,7 +3,7 @@
 What a page says comes from the docstring, from the comments beside the arguments (docments), from the limits that a
 parameter is declared with, and from the `raise` statements of a function and of what it calls in its own module.
 """
-import ast, dataclasses, functools, inspect, re
+import ast, dataclasses, functools, inspect, re, types, typing
 from importlib import import_module
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def shown(value: object) -> str:
     if value in (EMPTY, None) or value is type(None): return "" if value is EMPTY else "None"
     if isinstance(value, type) and not hasattr(value, "__args__"): return value.__name__
     if callable(value) and hasattr(value, "__name__"): return value.__name__
-    return re.sub(r"\b(?:typing|collections\.abc|pathlib|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
+    return re.sub(r"\b(?:cl_nscl\.\w+|typing|collections\.abc|pathlib|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
 
 
 def _cell(text): return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
@@ -97,6 +97,7 @@ def arguments(thing: object) -> list[tuple[str, str, str, str]]:
 
 def of_type(anno: object) -> str:
     "What an argument is whose type says it all: the docstring of a class of the package, or of a chart."
+    if typing.get_args(anno) and typing.get_origin(anno) in (typing.Union, types.UnionType): return "; or ".join(filter(None, map(of_type, typing.get_args(anno))))
     if not inspect.isclass(anno): return ""
     if anno.__module__.startswith("cl_nscl."):
         about, module = (inspect.getdoc(anno) or "").splitlines()[0], anno.__module__.split(".")[1]
