@@ -183,7 +183,7 @@ def collect(
 def _runs_table(paths): # id, parameters and provenance of each run
     return pd.DataFrame([dict(run=p.name) | json.loads((p/"params.json").read_text()) | json.loads((p/"done.json").read_text()) for p in paths if (p/"done.json").exists()])
 
-# %% ../nbs/50_run.ipynb #0d728a0a
+# %% ../nbs/50_run.ipynb #e6146640
 def train_here(
     runs: list[Run],
     s: Study,
@@ -224,6 +224,7 @@ def reproduce(
     except Failed as e: wrong.append(str(e))
     with _alone_in(folder):
         wrong += make_all(s, names, folder)
+        with contextlib.suppress(OSError): (folder/"failed").rmdir() # if there is nothing in it
         table = collect(s, folder, wrong)
     if "01_alignment" in names and (end := folder/"alignment_end.csv").exists(): print(f"\nat the end of training\n{pd.read_csv(end).to_string(index=False)}")
     if len(table): print(f"\n{table.drop(columns='unit').to_string(index=False)}")
