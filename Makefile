@@ -4,7 +4,7 @@ PYTHON  ?= python3
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
 
-.PHONY: help install reproduce test notebooks hooks lab clean-venv
+.PHONY: help install reproduce test notebooks docs serve hooks lab clean-venv
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,15 +29,25 @@ endif
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
 	@$(PY) -m pytest --numprocesses auto --dist loadgroup
 
-notebooks: $(STAMP)  ## export, re-execute the library notebooks with their outputs, write README.md
+notebooks: $(STAMP)  ## export, re-execute the notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py
 	@$(VENV)/bin/nbdev_export && $(VENV)/bin/nbdev_clean
+
+docs: $(STAMP)  ## the site, in _docs/: with Quarto if it is installed, else without
+	@$(PY) tools/docs.py
+
+serve: $(STAMP)  ## show the site that make docs built, and say where
+	@$(PY) tools/docs.py serve
 
 hooks: $(STAMP)  ## from now on git refuses a commit whose notebooks are not clean and exported
 	@git config core.hooksPath .githooks
 
-lab: $(STAMP)  ## open the notebooks
-	@$(VENV)/bin/jupyter lab nbs/index.ipynb
+# The commands and the kernel of .venv come first, whatever else this machine has.
+lab: export PATH := $(abspath $(VENV))/bin:$(PATH)
+lab: export JUPYTER_PREFER_ENV_PATH := 1
+lab: $(STAMP)  ## open the notebooks in JupyterLab, in reading order
+	@jupyter lab workspaces import tools/web/reading.jupyterlab-workspace >/dev/null
+	@jupyter lab --LabApp.default_url=/lab/workspaces/reading
 
 clean-venv:  ## remove .venv
 	rm -rf $(VENV)

@@ -268,26 +268,36 @@ class _Criterion(nn.Module):
 
     def extra_repr(self): return ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
 
-# %% ../nbs/11_losses.ipynb #042dd508
+# %% ../nbs/11_losses.ipynb #13a80d98
 class CLLoss(_Criterion):
     "`cl_loss` of two views."
     loss = staticmethod(cl_loss)
-    def __init__(self, tau: float = 0.5, pairs: str = "cross"): super().__init__(tau=tau, pairs=pairs)
+    def __init__(self,
+        tau: float = 0.5, # Temperature, > 0
+        pairs: str = "cross", # View pairs: "cross" (l1 != l2) or "all" (the paper's K^2 average)
+    ): super().__init__(tau=tau, pairs=pairs)
 
-# %% ../nbs/11_losses.ipynb #0b9344a0
+# %% ../nbs/11_losses.ipynb #ddca736e
 class NTXentLoss(_Criterion):
     "`ntxent_loss` of two views."
     loss = staticmethod(ntxent_loss)
-    def __init__(self, tau: float = 0.5): super().__init__(tau=tau)
+    def __init__(self,
+        tau: float = 0.5, # Temperature, > 0
+    ): super().__init__(tau=tau)
 
-# %% ../nbs/11_losses.ipynb #b8d0f771
+# %% ../nbs/11_losses.ipynb #5ee16664
 class NSCLLoss(_Criterion):
     "`nscl_loss` of two views and labels."
     loss = staticmethod(nscl_loss)
-    def __init__(self, tau: float = 0.5, pairs: str = "cross"): super().__init__(tau=tau, pairs=pairs)
+    def __init__(self,
+        tau: float = 0.5, # Temperature, > 0
+        pairs: str = "cross", # View pairs: "cross" (l1 != l2) or "all" (the paper's K^2 average)
+    ): super().__init__(tau=tau, pairs=pairs)
 
-# %% ../nbs/11_losses.ipynb #88289481
+# %% ../nbs/11_losses.ipynb #12050b1f
 class SCLLoss(_Criterion):
     "`scl_loss` of two views and labels."
     loss = staticmethod(scl_loss)
-    def __init__(self, tau: float = 0.5): super().__init__(tau=tau)
+    def __init__(self,
+        tau: float = 0.5, # Temperature, > 0
+    ): super().__init__(tau=tau)

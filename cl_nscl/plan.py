@@ -29,7 +29,7 @@ from .optim import LR_RULES, OPTIMIZERS
 from .store import CannotWrite, Run, mark_failed, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #4efd30c2
+# %% ../nbs/45_plan.ipynb #626531b2
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -38,6 +38,7 @@ class Study(Params):
     experiments: tuple[str, ...] = par((), "experiments of the study; empty: all", named=False)
     n_ref: int = par(10_000, "reference images of each split for the metrics; 0: all", lo=0, named=False)
     sweep_epochs: int = par(0, "epochs of the runs of the three sweeps; 0: epochs", lo=0, named=False)
+    class_epochs: int = par(0, "epochs of the class sweep; 0: sweep_epochs", lo=0, named=False)
     class_counts: tuple[int, ...] = par((2, 4, 6, 8, 10), "numbers of classes of the class sweep", named=False)
     class_n: int = par(0, "training samples for each number of classes, all trained for the same number of steps; 0: all of the subset, for the same number of epochs", lo=0, named=False)
     taus: tuple[float, ...] = par((0.1, 0.5, 1.0), "temperatures of the temperature sweep", named=False)
@@ -246,19 +247,19 @@ def fixed_steps(
     per_epoch = clock(p := twins_of(s, s.seed, **change)[0], train_size(p)).per_epoch
     return change | dict(steps=T, warmup=warmup / per_epoch)
 
-# %% ../nbs/45_plan.ipynb #d3e9babc
+# %% ../nbs/45_plan.ipynb #7e5f20dd
 def class_points(
     s: Study,
 ) -> list[Point]: # Labels: C
     "Figure 3: the number of classes."
     ids = s.classes or source_of(s).class_ids
     if bad := [C for C in s.class_counts if not 2 <= C <= len(ids)]: raise UserError(f"parameter class_counts = {list(s.class_counts)}: {bad[0]} must be between 2 and {len(ids)}, the classes of {s.dataset}")
-    base, points = _sweep(s, s.seed)[0], []
-    c = clock(base, train_size(base))
+    length, points = dict(epochs=s.class_epochs) if s.class_epochs else {}, []
+    c = clock(base := _sweep(s, s.seed, **length)[0], train_size(base))
     for C in s.class_counts:
         for seed in seeds_of(s):
             keep = tuple(ids[i] for i in torch.randperm(len(ids), generator=generator(seed, "classes"))[:C].tolist())
-            change = dict(classes=keep, snapshots=s.snapshots) | (dict(n_train=s.class_n) if s.class_n else {})
+            change = length | dict(classes=keep, snapshots=s.snapshots) | (dict(n_train=s.class_n) if s.class_n else {})
             points.append((dict(C=C), _sweep(s, seed, **(fixed_steps(s, c.T, c.warmup, **change) if s.class_n else change))))
     return points
 
@@ -439,7 +440,7 @@ def train_task(
     import_plugins(params[0].plugins)
     train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
-# %% ../nbs/45_plan.ipynb #61d43eb5
+# %% ../nbs/45_plan.ipynb #0264c94c
 def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N", "said TEXT" and "ended WHY" on what was standard output
     answers = os.fdopen(os.dup(1), "w")
     answer = lambda *words: print(*words, file=answers, flush=True)
@@ -454,7 +455,7 @@ def _serve(): # the process: a task as a line of JSON on standard input; answers
             train_task(task, gained, lambda text: answer("said", text))
             answer("gained", images); answer("ended")
         except Exception as e:
-            traceback.print_exc()
+            with contextlib.suppress(OSError): traceback.print_exc() # the log's disk may be full
             answer("ended", reason(e))
 
 # %% ../nbs/45_plan.ipynb #40a8fdf0

@@ -105,14 +105,14 @@ def thin(
     first_bad = df[df.bad != ""].sort_values(x).drop_duplicates(series).index
     return df[df[x].isin({*xs[::k], xs[-1]}) | df.index.isin(first_bad)], k
 
-# %% ../nbs/40_plots.ipynb #258b0c7a
+# %% ../nbs/40_plots.ipynb #33021118
 def _encodings(names, series, marked):
     "Colour, dash and shape with one shared legend: of points where they are drawn, else of lines."
     st, labels = styles(names), [title(str(n)) for n in names]
     look = dict(symbolSize=70, symbolStrokeWidth=0) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
     legend = alt.Legend(title=title(series), orient="bottom", symbolOpacity=1, **look)
     scale = lambda i: alt.Scale(domain=labels, range=[st[n][i] for n in names])
-    return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=None if marked else legend),
+    return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=legend),
         alt.Shape("label:N", scale=scale(2), legend=legend))
 
 # %% ../nbs/40_plots.ipynb #b6f13def
@@ -128,7 +128,7 @@ def _bad_layers(df, x, names, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #74952b91
+# %% ../nbs/40_plots.ipynb #b037a852
 _LABEL = "format(datum.value, ',~r')" # as an axis format, Vega would round 25 to 30 between far ticks
 
 def panel(
@@ -140,8 +140,8 @@ def panel(
     *,
     domain: tuple[float, float], # Range of the vertical axis
     heading: str = "", # Above the panel
-    log_x: bool = False,
-    log_y: bool = False,
+    log_x: bool = False, # A logarithmic horizontal axis?
+    log_y: bool = False, # A logarithmic vertical axis?
     band: bool = True, # Intervals as a band; else as bars
     width: int = 220, # Pixels
     height: int = 150, # Pixels
@@ -191,15 +191,15 @@ def _domain(df, metric, log):
     if log: return 10 ** math.floor(math.log10(v.min())), 10 ** math.ceil(math.log10(v.max()) + 1e-9)
     return min(0, v.min()), 1.0 if metric.startswith(("cka", "rsa")) and v.max() <= 1.1 else max(v.max(), 1e-12) * 1.05
 
-# %% ../nbs/40_plots.ipynb #582f781c
+# %% ../nbs/40_plots.ipynb #7fefd4f8
 def trend_chart(
     df: pd.DataFrame, # Tidy
     x: str, # The horizontal axis: a numeric column, such as `C`, `tau` or `B`
     text: str, # The chart's title
     *,
     series: str = "pair", # The column that tells lines apart
-    log_x: bool = False,
-    log_y: bool = False,
+    log_x: bool = False, # A logarithmic horizontal axis?
+    log_y: bool = False, # A logarithmic vertical axis?
     band: bool = False, # Intervals as a band; else as bars
 ) -> alt.VConcatChart: # Columns: metrics; rows: splits
     "Values against `x`, with an interval at each point, a panel for each metric and split."
@@ -332,9 +332,9 @@ def chart_svg(
     about = chart.description if isinstance(chart.description, str) else "Chart"
     return renumbered(svg.getvalue()).replace("<svg ", f'<svg role="img" aria-label="{html.escape(about)}" ', 1)
 
-# %% ../nbs/40_plots.ipynb #481cae4f
+# %% ../nbs/40_plots.ipynb #172a6345
 def save_chart(
-    chart: alt.TopLevelMixin,
+    chart: alt.TopLevelMixin, # Any Altair chart
     path_stem: str | Path, # Folder and name without an ending; the folder is made
 ) -> list[Path]: # The files written
     "Write the chart as `.json`, `.svg` and `.png`, always the same bytes."

@@ -39,14 +39,15 @@ def check_notebook(
     unknown = set(values) - set(papermill.inspect_notebook(str(path)))
     if unknown: raise UserError(f"{path.name}: has no parameter {', '.join(sorted(unknown))}")
 
-# %% ../nbs/50_run.ipynb #b53155e6
+# %% ../nbs/50_run.ipynb #2a0837e1
 def _files(name, folder): # everything that the experiment left in the folder
     stems = {name}
     for note in (folder/f"{name}.json", folder/f".{name}.begun", folder/f"{name}.begun"):
         try: found = json.loads(note.read_text())
         except (OSError, ValueError): continue
         stems |= {Path(f).stem for f in (found["files"] if isinstance(found, dict) else found)}
-    return [p for p in folder.glob("*") if p.stem in stems and p.is_file()] + [*folder.glob(f".{name}.begun")]
+    torn = [p for p in folder.glob(".*.tmp") if p.name.lstrip(".").split(".")[0] in stems] # a kernel was killed while it wrote
+    return [p for p in folder.glob("*") if p.stem in stems and p.is_file()] + [*folder.glob(f".{name}.begun"), *torn]
 
 def withdraw(
     name: str, # An experiment
@@ -59,7 +60,7 @@ def withdraw(
     else:
         for f in _files(name, folder): f.replace(folder/"failed"/f.name.lstrip("."))
 
-# %% ../nbs/50_run.ipynb #bca321dd
+# %% ../nbs/50_run.ipynb #fd29d444
 @contextlib.contextmanager
 def _sockets(): # N08: files of its own for each kernel, no ports, so no race for them when kernels start together
     if os.name != "posix": yield Config()
@@ -87,6 +88,8 @@ def execute(
         for c in nb.cells:
             c.metadata.pop("papermill", None); c.metadata.pop("execution", None)
             if "injected-parameters" in c.metadata.get("tags", []): c["id"] = "injected-parameters"
+            for o in c.get("outputs", []):
+                if o.output_type == "stream": o.text = o.text.replace(sys.prefix, "python") # such as a warning's place
         _write(nb, at)
     except Exception as e:
         withdraw(path.stem, folder, failed=True)
@@ -124,7 +127,7 @@ def _current(name, folder, key): # was the notebook made from the same things, a
     except Exception: return False # not there, or damaged
     return made == key and name in [m["name"] for m in load_results(folder)]
 
-# %% ../nbs/50_run.ipynb #5ee36d85
+# %% ../nbs/50_run.ipynb #e740dbb2
 def make(
     s: Study,
     name: str, # An experiment
@@ -136,11 +139,12 @@ def make(
         withdraw(name, folder)
         return f"{name} was not made: it needs {len(lacking)} run(s) that were not trained, such as {lacking[0].id} ({lacking[0].p.objective}, seed {lacking[0].p.seed})"
     if _current(name, folder, key := made_from(s, name)): return ""
+    print(f"executing {name}.ipynb", flush=True)
     try: execute(shipped("experiments")/f"{name}.ipynb", study_values(s), folder, key, s.cell_minutes)
     except NotebookFailed as e: return str(e)
     return ""
 
-# %% ../nbs/50_run.ipynb #65e9d0d9
+# %% ../nbs/50_run.ipynb #f42c1017
 def make_all(
     s: Study,
     names: list[str], # Experiments
@@ -148,10 +152,13 @@ def make_all(
 ) -> list[str]: # What went wrong
     "Bring the notebooks up to date, as many at a time as there are jobs; those that read the others' results come last."
     os.environ.setdefault("OMP_NUM_THREADS", str(s.threads)) # for the kernels
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:torch.jit._script") # torch's own first jvp
     first, last = [n for n in names if n not in READERS], [n for n in names if n in READERS]
     with concurrent.futures.ThreadPoolExecutor(jobs_of(s.jobs, device_of(s))) as pool:
         wrong = list(pool.map(lambda n: make(s, n, folder), first))
-    return [w for w in wrong + [make(s, n, folder) for n in last] if w]
+    wrong += [make(s, n, folder) for n in last]
+    with contextlib.suppress(OSError): (folder/"failed").rmdir() # empty
+    return [w for w in wrong if w]
 
 # %% ../nbs/50_run.ipynb #ea401391
 def collect(
@@ -224,7 +231,7 @@ def reproduce(
     if wrong: raise Incomplete("\n".join(wrong))
     return folder
 
-# %% ../nbs/50_run.ipynb #a656ccf9
+# %% ../nbs/50_run.ipynb #33808f52
 GPU_RATE = 30e12 # floating-point operations a second: what a GPU of the A100's class sustains on these networks in float32 (TF32)
 
 def forecast(
@@ -235,7 +242,7 @@ def forecast(
     todo, jobs, device = [r for r in runs if not r.done], jobs_of(s.jobs, device_of(s)), device_of(s)
     if not todo: return f"{len(runs)} runs, all of them there: nothing to train"
     seconds, src = estimate(runs, jobs, device), source_of(s)
-    lines = [] if src.pixels else [f"{s.title} is not on this machine: planned with its published N = {len(src.train[0]):,}, timed on noise of its shape"]
+    lines = [] if src.pixels else [f"{s.title} is not on this machine: planned with its published N = {len(src.train[0]):,}, timed on noise of its shape" + (", decoding left out" if s.size > 64 else "")]
     if device == "cpu" and seconds > 3600: lines += [f"there is no GPU here; on one that sustains {GPU_RATE / 1e12:.0f} TFLOP/s: about {operations(todo) / GPU_RATE / 3600:,.1f} GPU-hours ({operations(todo):.2g} operations, counted)"]
     hours = seconds * min(jobs, len(tasks(todo, jobs))) / 3600
     hours = f", {hours:,.0f} {'core' if device == 'cpu' else 'GPU'}-hours" if hours >= 2 else ""

@@ -7,8 +7,8 @@ __all__ = ['CIFAR_STATS', 'IMAGENET_STATS', 'COARSE', 'HELD_OUT', 'places', 'cif
            'folder_source', 'folder', 'Rows', 'hub_columns', 'hub_source', 'local_tables', 'hub', 'hub_tables',
            'tiny_imagenet', 'imagenet1k', 'mini_imagenet']
 
-# %% ../nbs/04_sources.ipynb #7bc96e01
-import csv, hashlib, pickle
+# %% ../nbs/04_sources.ipynb #483ad192
+import csv, hashlib, logging, pickle, warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from .core import UserError, generator
 from .data import MissingData, Source, data_home, draw_per_class, missing
-from .images import class_folders, count_channels, decode, decoded, file_source, image_files, statistics
+from .images import class_folders, count_channels, decode, decoded, file_source, image_files, sample_hash, statistics
 
 # %% ../nbs/04_sources.ipynb #c18b6222
 CIFAR_STATS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -133,9 +133,12 @@ def folder(
                       "make these two folders in one folder and name it as root", "use dataset: hub for a data set of the Hugging Face hub")
     return folder_source(data or "folder", Path(root))
 
-# %% ../nbs/04_sources.ipynb #5ef2638e
+# %% ../nbs/04_sources.ipynb #6a97b0a0
 def _library():
-    try: import datasets
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # of its progress bars in a notebook
+            import datasets
     except ImportError: raise UserError("the Hugging Face library is missing: pip install 'cl_nscl[hub]' (or datasets)") from None
     datasets.disable_progress_bars()
     return datasets
@@ -175,7 +178,7 @@ def hub_columns(
     if not label: raise UserError(f"{name}: which column holds the labels? Name it with the parameter labels; its columns: {', '.join(features)}")
     return images[0], label
 
-# %% ../nbs/04_sources.ipynb #6cc0f5ac
+# %% ../nbs/04_sources.ipynb #11f5315b
 def _classes(table, column): # -> labels, names of the classes or the values themselves
     feature, values = table.features[column], table.select_columns([column])[:][column]
     return values, getattr(feature, "names", None)
@@ -202,8 +205,8 @@ def hub_source(
     train, test = (y, torch.arange(len(y))), (y_test, torch.arange(len(y), len(y) + len(y_test)))
     if not held: train, test = _hold_out(*train)
     if not stats: rows = replace(rows, channels=count_channels(rows.raw, train[1]))
-    mean, std = stats or statistics(rows, train[1])
-    return Source(train, test, partial(decoded, rows), tuple(range(len(kinds))), tuple(map(str, kinds)), mean, std, opened=rows,
+    mean, std, listing = *(stats or statistics(rows, train[1])), sample_hash(rows.raw, torch.arange(len(splits["train"])))
+    return Source(train, test, partial(decoded, rows), tuple(range(len(kinds))), tuple(map(str, kinds)), mean, std, opened=rows, listing=listing,
                   found=dict(splits=["train", held or "a fifth of train"], columns=[image, label]))
 
 def _labelled(values): return bool(len(values)) and all(v is not None and (isinstance(v, str) or v >= 0) for v in values)
@@ -213,7 +216,7 @@ def _hold_out(y, ids): # one fifth of each class, the same for everyone -> train
     out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
     return (y[~out], ids[~out]), (y[out], ids[out])
 
-# %% ../nbs/04_sources.ipynb #6ee20273
+# %% ../nbs/04_sources.ipynb #0e7bb082
 def local_tables(
     folder: Path,
 ) -> dict | None: # Split and Dataset; `None`: no such copy there
@@ -233,28 +236,30 @@ def _split_of(path): # of a parquet file: the first word of its name or of one o
 
 def hub(
     root: str = "", # A copy on this machine; empty: the hub, or the library's own cache
-    data: str = "", # owner/name, or owner/name:configuration
+    data: str = "", # owner/name, with :configuration or @revision behind it where need be
     labels: str = "", # The column of labels, where there are several
 ) -> Source:
     "Any labelled image data set of the Hugging Face hub."
     name, splits = data or "hub", local_tables(Path(root)) if root else None
     if root and not splits: raise missing(name, "save_to_disk copy and no parquet files", [root], "nothing is downloaded when root is given", "put one there", "leave root empty and name the data set with data")
-    if not root and not data: raise missing("hub", "name", [], "nothing can be downloaded without one", "name a data set of the hub with data: owner/name", "name a copy on this machine as root")
-    return hub_source(name, splits or hub_tables(name, *data.split(":")), labels)
+    if not root and not data: raise UserError("hub: which data set? Name one of the Hugging Face hub with data: owner/name, or a copy on this machine with root")
+    return hub_source(name, splits or hub_tables(name, data), labels)
 
 def hub_tables(
     name: str, # For messages
-    repository: str, # owner/name
-    configuration: str | None = None, # Where there are several
+    repository: str, # owner/name, with :configuration or @revision behind it where need be
 ) -> dict: # Split and Dataset
     "The tables of a data set of the hub, downloaded if the library's cache has not got them."
-    try: return dict(_library().load_dataset(repository, configuration))
-    except UserError: raise
+    library = _library()
+    library.utils.logging.set_verbosity_error(); logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it tells of every retry
+    path, _, revision = repository.partition("@")
+    path, _, configuration = path.partition(":")
+    try: return dict(library.load_dataset(path, configuration or None, revision=revision or None))
     except Exception as e: # the library raises many kinds
         raise missing(name, f"copy of {repository}", ["the library's cache"], f"the download from huggingface.co failed ({type(e).__name__}: {' '.join(str(e).split())[:300]})",
                       "run once where the download works (a gated set needs `hf auth login` first)", "copy the set here, as parquet files or with save_to_disk, and name its folder as root") from None
 
-# %% ../nbs/04_sources.ipynb #7d3ccfdc
+# %% ../nbs/04_sources.ipynb #df2083ca
 def _elsewhere(name, looked_for, root, download, repository, stats, where): # a copy from the hub in root, or the hub
     for p in where:
         if p.is_dir() and (splits := local_tables(p)): return hub_source(name, splits, stats=stats)
@@ -263,7 +268,11 @@ def _elsewhere(name, looked_for, root, download, repository, stats, where): # a 
         hint = f" (there is {packed[0]}: unpack it)" if packed else ""
         raise missing(name, looked_for, where, f"nothing is downloaded {'when root is given' if root else 'for a plan'}{hint}", "put it there",
                       f"leave root empty, so that {repository} is fetched from the Hugging Face hub (pip install 'cl_nscl[hub]')")
-    return hub_source(name, hub_tables(name, repository), stats=stats)
+    try: return hub_source(name, hub_tables(name, repository), stats=stats)
+    except MissingData as e:
+        why = str(e).split(", and ", 1)[1].split(". Either ")[0]
+        raise missing(name, f"{looked_for}, nor a copy of {repository}", [*where, "the cache of the Hugging Face library"], why, "put one of them into a folder and name it as root",
+                      "run once where the download works (a gated set needs `hf auth login` first)") from None
 
 def tiny_imagenet(
     root: str = "", # Holds tiny-imagenet-200 (or is it), or a copy from the hub; empty: cache folder, hub

@@ -6,7 +6,7 @@ import websocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0", "--remote-allow-origins=*", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+         "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0", "--remote-allow-origins=*", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
 DESKTOP, PHONE = (1280, 900), (360, 740)
 
 
@@ -71,8 +71,8 @@ class Browser:
         for e in self.events:
             p, m = e.get("params", {}), e.get("method")
             if m == "Runtime.exceptionThrown": out.append("exception: " + p["exceptionDetails"].get("exception", {}).get("description", p["exceptionDetails"]["text"]).splitlines()[0])
-            if m == "Runtime.consoleAPICalled" and p["type"] in ("error", "warning"): out.append(f"console {p['type']}: " + " ".join(str(a.get("value", a.get("description", ""))) for a in p["args"]))
-            if m == "Log.entryAdded" and p["entry"]["level"] in ("error", "warning"): out.append(f"{p['entry']['level']}: {p['entry']['text']} {p['entry'].get('url', '')}")
+            if m == "Runtime.consoleAPICalled" and p["type"] == "error": out.append("console: " + " ".join(str(a.get("value", a.get("description", ""))) for a in p["args"]))
+            if m == "Log.entryAdded" and p["entry"]["level"] == "error": out.append(f"{p['entry']['level']}: {p['entry']['text']} {p['entry'].get('url', '')}")
             if m == "Network.requestWillBeSent" and not p["request"]["url"].startswith(("http://127.0.0.1", "data:", "about:", "blob:")): out.append(f"asks the network: {p['request']['url']}")
         return out
 

@@ -69,14 +69,14 @@ def attempt(change, kill=None):
             return v, y
         twins.twin_batch = watched
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)                      # no file is ever found damaged
+            warnings.filterwarnings("error", message=".* (cannot be|is not) used")  # no file is ever found damaged
             train_runs(runs(**change), minutes=0, report=lambda *_: killer.moment("step"))
         killer.moment("measure")
         measured("alignment", runs(**change)[:3], 50)
-        if change["optimizer"] == "sgd":
+        if change == dict(optimizer="sgd"):
             killer.moment("notebook")
             inside = kill[1] if kill and kill[0] == "kernel" else ""
-            if not Path("out/01_kills.json").exists() or not Path("out/kills.ipynb").exists(): execute(Path("kills.ipynb"), dict(kill=inside), Path("out"))
+            if not Path("out/01_kills.json").exists() or not Path("out/01_kills.ipynb").exists(): execute(Path("01_kills.ipynb"), dict(kill=inside), Path("out"))
         code = 0
     except NotebookFailed as e:
         print(e, file=sys.stderr)
@@ -96,7 +96,7 @@ def main(folder, optimizer, seed, *more):
     change, rng = dict(optimizer=optimizer) | {k: json.loads(v) for k, _, v in (m.partition("=") for m in more)}, random.Random(int(seed))
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.format(tests=str(Path(__file__).parent)), metadata=dict(tags=t), id=f"c{i}") for i, (c, t) in enumerate(CELLS)],
                                     metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")))
-    for name in ("through", "killed"): (at := Path(folder)/name).mkdir(parents=True); nbformat.write(nb, at/"kills.ipynb")
+    for name in ("through", "killed"): (at := Path(folder)/name).mkdir(parents=True); nbformat.write(nb, at/"01_kills.ipynb")
     os.chdir(f"{folder}/through")
     assert attempt(change) == 0
     through, states = {p.as_posix(): p.read_bytes() for p in sorted(Path().rglob("*")) if p.is_file()}, [load_checkpoint(r) for r in runs(**change)]
@@ -106,14 +106,14 @@ def main(folder, optimizer, seed, *more):
     rng.shuffle(training := steps + writes)
     late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, 0), ("moment", "measure", 1, rng.uniform(0, 0.5)), ("half", "", 1, 0)]
     notebook = [("moment", "notebook", 1, rng.uniform(0.3, 1)), ("kernel", "01_kills.begun", 1, 0), ("kernel", "more.csv", 1, 0), ("kernel", "01_kills.json", 1, 0)]
-    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if optimizer == "sgd" else [])], collections.Counter()
+    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if change == dict(optimizer="sgd") else [])], collections.Counter()
     for kill in kills:
         status = attempt(change, kill)
         ended = os.waitstatus_to_exitcode(status)
         assert ended == (7 if kill[0] == "kernel" else -9), (kill, ended)
         counts[f"{kill[0]} {kill[1]}".strip()] += 1
         for r in runs(**change): assert not r.done or all(t in r.snapshots for t in (0, 8, 16, 24, 32))
-        assert not Path("out/01_kills.json").exists() and not Path("out/kills.ipynb").exists()
+        assert not Path("out/01_kills.json").exists() and not Path("out/01_kills.ipynb").exists()
     for p in Path("runs/measured").glob(".*.tmp"): os.utime(p, (1, 1))       # that folder has many writers: only what has been left for a minute is swept
     assert attempt(change) == 0
     for r, want in zip(runs(**change), states): assert same(load_checkpoint(r), want), r.p.objective

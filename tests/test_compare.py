@@ -329,3 +329,17 @@ def test_changed_bytes_are_refused_or_read_as_the_format_says(tmp_path, ending, 
     try: want = REFERENCE[ending](path)
     except Exception: return                                          # read here although the format's own reader is stricter
     assert np.array_equal(got.double().numpy(), np.asarray(want, dtype=np.float64), equal_nan=True)
+
+
+DTYPES = ["f2", "f4", "f8", ">f4", "i1", "i8", "u2", "?", "c8", "O", "U3", "S3", "M8[s]", "m8[s]", "V4", "f4,i4"]
+
+
+@given(dtype=st.sampled_from(DTYPES), shape=st.lists(st.integers(0, 5), max_size=4).map(tuple), order=st.sampled_from("CF"), ending=st.sampled_from([".npy", ".npz"]), key=st.sampled_from(["h", "features", "x", "../x", "ids"]))
+@fuzz
+def test_any_type_and_shape_is_read_or_refused_by_name(tmp_path, dtype, shape, order, ending, key):
+    a, path = np.zeros(shape, dtype, order), tmp_path/f"f{ending}"
+    np.save(path, a, allow_pickle=True) if ending == ".npy" else np.savez(path, **{key: a})
+    good = a.dtype.kind in "fiu" and a.ndim == 2 and a.size
+    if not good: return refused(lambda: read(path), str(path))
+    try: assert np.array_equal(read(path).double().numpy(), a.astype(float))
+    except UserError as e: assert ending == ".npz" and order == "F" and "column by column" in str(e)

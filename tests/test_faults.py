@@ -1,5 +1,5 @@
 """Faults of one machine, for real: full disks, folders that cannot be written to, memory that ends, dead workers, two processes and one run, damaged and foreign files."""
-import contextlib, dataclasses, json, os, pickle, platform, resource, shutil, signal, subprocess, sys, threading, time, warnings
+import contextlib, dataclasses, io, json, os, pickle, platform, resource, shutil, signal, subprocess, sys, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -235,14 +235,12 @@ def test_a_read_only_folder_is_one_line_and_exit_code_1(tmp_path):
 
 
 def test_without_permission_one_line_and_exit_code_1(tmp_path):
-    "Under another user, since permissions do not bind root."
+    "Without the right of root to ignore permissions."
     if os.geteuid() or not shutil.which("setpriv"): pytest.skip("needs root and setpriv")
-    for p in (tmp_path, *tmp_path.parents):
-        if p != Path("/"): p.chmod(p.stat().st_mode | 0o055)
-    done = command(tmp_path, before=["setpriv", "--reuid=65534", "--clear-groups"], env=os.environ | {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"})
-    if "No module named" in done.stderr or "Permission denied: '/" in done.stderr and "runs" not in done.stderr: pytest.skip(f"another user cannot run Python here: {done.stderr[-200:]}")
+    (tmp_path/"runs").mkdir(mode=0o555)
+    done = command(tmp_path, before=["setpriv", "--bounding-set=-dac_override,-dac_read_search"])
     assert done.returncode == 1 and "Permission denied" in done.stderr and "runs" in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert len(done.stderr.strip().splitlines()) == 1 and not [*(tmp_path/"runs").iterdir()]
 
 
 def test_out_of_memory_in_a_training_process_is_said_and_the_same_call_continues(tmp_path, monkeypatch, through):
@@ -308,13 +306,14 @@ def hold(folder, seconds):
     return p
 
 
-def test_the_second_process_says_who_trains_and_waits_and_a_dead_ones_lock_is_taken_over(tmp_path, through, capsys):
-    first = hold(tmp_path, 600)
-    threading.Timer(8, first.kill).start()                                   # the one that holds the lock dies
-    start = time.time()
-    assert train_plan(twins(tmp_path), jobs=1) == 2                          # in a process of its own, whose words come through
-    assert time.time() - start > 2 and f"is being trained by process {first.pid} on {platform.node()}; waiting for it" in capsys.readouterr().out
-    assert whole(twins(tmp_path)) == whole(through)
+def test_the_second_process_says_who_trains_and_waits_and_a_dead_ones_lock_is_taken_over(tmp_path, through):
+    first, out = hold(tmp_path, 600), io.StringIO()
+    def kill(): # the one that holds the lock, as soon as the other one waits for it
+        while "waiting for it" not in out.getvalue(): time.sleep(0.1)
+        first.kill()
+    threading.Thread(target=kill, daemon=True).start()
+    with contextlib.redirect_stdout(out): assert train_plan(twins(tmp_path), jobs=1) == 2   # in a process of its own, whose words come through
+    assert f"is being trained by process {first.pid} on {platform.node()}; waiting for it" in out.getvalue() and whole(twins(tmp_path)) == whole(through)
 
 
 def test_two_processes_train_each_run_once(tmp_path, through):
@@ -334,7 +333,10 @@ def notebook(path, *cells, kernel="python3"):
     return path
 
 
-SAVE = "from pathlib import Path\nimport pandas as pd\nfrom cl_nscl.report import Results, save_results\nsave_results(Results('01_x', Path(out), 'X', {}, tables={'good': pd.DataFrame({'a': [1]})}))"
+SAVE = """import json, pathlib
+o = pathlib.Path(out)
+for f in ("good.csv", "good.md"): (o/f).touch()
+(o/"01_x.json").write_text(json.dumps(dict(name="01_x", files=["good.csv", "good.md"])))""" # as save_results leaves them
 
 
 @pytest.mark.parametrize("end, says", [("raise ValueError('no')", "failed in cell .: ValueError: no"), ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"), ("import time; time.sleep(600)", "longer than cell_minutes")])
@@ -344,8 +346,8 @@ def test_N05_a_failing_dying_or_hanging_notebook_leaves_no_result(tmp_path, end,
     out = tmp_path/"out"
     path = notebook(tmp_path/"01_x.ipynb", f"out = {str(out)!r}", SAVE, end)
     out.mkdir(); (out/"old.csv").touch(); write_atomic(out/"01_x.json", json.dumps(dict(name="01_x", files=["old.csv"])).encode()); (out/"01_x.ipynb").touch(); (out/"other.csv").touch()
-    with pytest.raises(NotebookFailed, match=says): execute(path, {}, out, minutes=0.25 if "sleep" in end else 0)
-    assert sorted(p.name for p in out.iterdir()) == ["failed", "other.csv"] and load_results(out) == [] == load_results(out/"failed") or sorted(p.name for p in out.iterdir()) == ["failed", "other.csv"]
+    with pytest.raises(NotebookFailed, match=says): execute(path, {}, out, minutes=0.1 if "sleep" in end else 0)
+    assert sorted(p.name for p in out.iterdir()) == ["failed", "other.csv"] and load_results(out) == []
     assert {"01_x.ipynb", "01_x.json", "good.csv", "good.md"} <= {p.name for p in (out/"failed").iterdir()}
     assert "failed" in nbformat.read(out/"failed/01_x.ipynb", 4).metadata["cl_nscl"]
     notebook(path, f"out = {str(out)!r}", SAVE)
@@ -358,21 +360,18 @@ def test_N07_any_kernel_name_runs_under_this_interpreter(tmp_path):
     assert nbformat.read(done, 4).cells[-1].outputs[0].text.strip() == sys.executable
 
 
-def kernels(): return {p.name for p in Path("/proc").glob("[0-9]*") if b"ipykernel_launcher" in _cmdline(p)}
-def _cmdline(p):
-    try: return (p/"cmdline").read_bytes()
-    except OSError: return b""
+def kernels(): # of this process
+    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout
+    return found.count("ipykernel_launcher")
 
 
 def test_N08_ten_studies_at_once_do_not_disturb_one_another(tmp_path):
     "Ten at a time from ten threads, each into its own folder, twice; every kernel's answer is its own, and none is left behind."
-    before = kernels()
     path = notebook(tmp_path/"a.ipynb", "n = 0", "import time; time.sleep(0.2); print(n)")
     for again in range(2):
         with ThreadPoolExecutor(10) as pool: made = [*pool.map(lambda n: execute(path, dict(n=n), tmp_path/f"out{again}{n}"), range(10))]
         assert [nbformat.read(p, 4).cells[-1].outputs[0].text for p in made] == [f"{n}\n" for n in range(10)]
-    time.sleep(1)
-    assert kernels() <= before
+    assert kernels() == 0
 
 
 def test_a_study_goes_on_after_a_notebook_that_fails(tmp_path, monkeypatch, capsys):

@@ -1,13 +1,11 @@
-"""Kill -9 at any moment: tests/kills.py kills, begins again and compares to the last bit; 34 kills in two studies."""
-import dataclasses, json, subprocess, sys
+"""Kill -9 at any moment: tests/kills.py kills, begins again and compares to the last bit; 49 kills in three studies."""
+import json, subprocess, sys
 from pathlib import Path
 
 import pytest
 
-from cl_nscl.core import Params
-
 HERE = Path(__file__).parent
-LINES = [("sgd", {}), ("lars", {})] + ([("sgd", {"precision": "float16"})] if "precision" in {f.name for f in dataclasses.fields(Params)} else [])
+LINES = [("sgd", {}), ("lars", {}), ("sgd", {"precision": "float16"})] # the last: with the state of a loss scaler
 
 
 @pytest.mark.slow
@@ -17,4 +15,4 @@ def test_R01_R05_killed_at_thirty_moments_ends_as_if_never_killed(tmp_path, opti
     done = subprocess.run([sys.executable, HERE/"kills.py", tmp_path, optimizer, str(len(more)), *(f"{k}={json.dumps(v)}" for k, v in more.items())], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     kills = json.loads(done.stdout.splitlines()[-1])
-    assert sum(kills.values()) == (19 if optimizer == "sgd" else 15) and kills["moment step"] == 4 and kills["half checkpoint"] == 1
+    assert sum(kills.values()) == (19 if optimizer == "sgd" and not more else 15) and kills["moment step"] == 4 and kills["half checkpoint"] == 1

@@ -393,6 +393,23 @@ def test_objectives_have_one_call_signature():
         if not o.needs_labels: assert torch.equal(o.fn(z, None, 0.2, "cross"), o.fn(z, y, 0.2, "cross"))
 
 
+def test_a_name_belongs_to_the_file_that_registered_it(tmp_path):
+    "The same file, edited, replaces its own objective; another file may not have the name; charts know it at once."
+    from cl_nscl.core import import_plugins
+    from cl_nscl.plots import COLOURS, styles, title
+    text = "from cl_nscl.losses import Objective, register\nregister(Objective('mine', lambda z, y, tau, pairs: {} * z.square().mean(), False, False, 'My Loss'))\n"
+    (one := tmp_path/"one.py").write_text(text.format(1)); (two := tmp_path/"two.py").write_text(text.format(2))
+    try:
+        import_plugins((str(one),)); one.write_text(text.format(3)); import_plugins((str(one),))
+        assert L.OBJECTIVES["mine"].fn(torch.ones(2, 3, 4), None, 0.5, "cross") == 3
+        with pytest.raises(UserError, match="'mine' exists already"): import_plugins((str(two),))
+        assert title("cl-mine") == "CL to My Loss" and styles(["cl-mine"])["cl-mine"][0] not in COLOURS.values()
+        assert styles(["mine"])["mine"] == styles(["a", "b", "cl-mine"])["cl-mine"]
+    finally: L.OBJECTIVES.pop("mine", None)
+    with pytest.raises(UserError, match="must be a Python name"): L.register(L.Objective("cl-mine", len, False, False, "two twins?"))
+    with pytest.raises(UserError, match="fn must be a function"): L.register(L.Objective("mine", 3, False, False, "a number"))
+
+
 def test_register_keeps_what_is_there():
     mine = L.Objective("mine", lambda z, y, tau, pairs: z.mean(), False, False, "Mine")
     before = dict(L.OBJECTIVES)

@@ -6,7 +6,7 @@ import pytest, torch, torchvision
 from torch import nn
 
 from cl_nscl.core import Params, UserError, generator
-from cl_nscl.models import ENCODERS, Twin, build_twin, evaluating, extract, load_weights
+from cl_nscl.models import ENCODERS, Twin, build_twin, evaluating, extract, load_weights, projector
 
 torch.set_num_threads(1)
 p8 = Params(encoder="resnet8", proj_hidden=32, proj_dim=16)
@@ -86,8 +86,8 @@ def test_initialisation_ignores_the_callers_state_and_default_device():
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="needs a processor with AVX2")
 def test_initialisation_is_the_same_on_processors_with_and_without_avx2():
     code = ("import hashlib; from cl_nscl.core import Params; from cl_nscl.models import build_twin; "
-            "m = build_twin(Params(encoder='resnet8', proj_hidden=64, proj_dim=16), channels=1, size=8, C=3); "
-            "print(hashlib.sha256(b''.join(v.numpy().tobytes() for v in m.state_dict().values())).hexdigest())")
+            "ms = [build_twin(Params(encoder=e, width=0.25, proj_hidden=64, proj_dim=16), channels=1, size=8, C=3) for e in ('resnet8', 'vit')]; "
+            "print(hashlib.sha256(b''.join(v.numpy().tobytes() for m in ms for v in m.state_dict().values())).hexdigest())")
     out = [subprocess.run([sys.executable, "-c", code], env=os.environ | {"ATEN_CPU_CAPABILITY": c}, capture_output=True, text=True, check=True).stdout for c in ("default", "avx2")]
     assert out[0] == out[1] and len(out[0]) == 65
 
@@ -193,7 +193,93 @@ def test_an_encoder_of_ones_own_is_part_of_the_shared_initialisation():
         assert torch.equal(a.encoder.lin.weight, b.encoder.lin.weight) and torch.equal(a.projector[0].weight, b.projector[0].weight)
         x = images(4, 2, 5)
         assert torch.equal(next(extract(a, [x])), next(extract(a, [x])))         # no dropout in extraction
-        ENCODERS["mine"] = lambda *a: nn.Flatten()
-        with pytest.raises(UserError, match="no feature_dim"): build_twin(replace(p8, encoder="mine"), channels=2, size=5)
+        ENCODERS["mine"] = lambda *a: nn.Identity()
+        with pytest.raises(UserError, match=r"gives \[2, 2, 5, 5\] for images \[2, 2, 5, 5\]; it must give \[2, d\]"): build_twin(replace(p8, encoder="mine"), channels=2, size=5)
     finally: del ENCODERS["mine"]
-    with pytest.raises(UserError, match="valid: resnet8, resnet18, resnet50"): build_twin(replace(p8, encoder="vgg"), channels=2, size=5)
+    with pytest.raises(UserError, match="valid: resnet8, resnet18, resnet50, vit"): build_twin(replace(p8, encoder="vgg"), channels=2, size=5)
+
+
+NETS = """
+import torch
+from torch import nn
+def plain(channels, size): return nn.Sequential(nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+class Wide(nn.Module):
+    def __init__(self, channels, width): super().__init__(); self.c = nn.Conv2d(channels, round(8 * width), 1)
+    def forward(self, x): return self.c(x).mean((2, 3))
+def tuple_of(): return type("T", (nn.Module,), dict(forward=lambda self, x: (x, x)))()
+def maps(channels): return nn.Conv2d(channels, 4, 1)
+def lies(channels):
+    f = nn.Flatten(); f.feature_dim = 3
+    return f
+def picky(depth): return nn.Flatten()
+def text(): return "resnet"
+def fails(): return nn.Linear(3, 3)
+ready = nn.Flatten()
+"""
+
+@pytest.fixture
+def nets(tmp_path):
+    (tmp_path/"my_nets.py").write_text(NETS)
+    return tmp_path/"my_nets.py"
+
+
+def test_a_network_of_ones_own_is_named_by_file_or_module_and_function(nets, monkeypatch):
+    monkeypatch.syspath_prepend(str(nets.parent))
+    for name in (f"{nets}:plain", "my_nets:plain"):
+        a, b = (build_twin(replace(p8, encoder=name), channels=2, size=5, C=C) for C in (None, 4))
+        assert a.feature_dim == 6 and all(map(torch.equal, a.encoder.parameters(), b.encoder.parameters())) and a.encoder[1].num_batches_tracked == 0   # R18
+        assert not torch.equal(a.encoder[0].weight, build_twin(replace(p8, encoder=name, seed=1), channels=2, size=5).encoder[0].weight)
+    assert build_twin(replace(p8, encoder="my_nets:Wide", width=2.0), channels=2, size=5).feature_dim == 16
+    assert build_twin(replace(p8, encoder="torchvision.models:squeezenet1_1"), channels=3, size=64).feature_dim == 1000
+
+
+@pytest.mark.parametrize("name, says", [
+    ("tuple_of", "gives tuple for images"), ("maps", r"gives \[2, 4, 5, 5\] for images"), ("lies", "says feature_dim = 3, but gives .2, 50."), ("picky", "cannot be made .*'depth'.*channels, size, width"),
+    ("text", "made a str, not an nn.Module"), ("fails", r"fails on images \[2, 2, 5, 5\]"), ("ready", "no function or class 'ready'"), ("nothing", "no function or class 'nothing'")])
+def test_a_network_that_gives_no_features_is_refused_in_one_line(nets, name, says):
+    with pytest.raises(UserError, match=says) as e: build_twin(replace(p8, encoder=f"{nets}:{name}"), channels=2, size=5)
+    assert "\n" not in str(e.value)
+
+
+def test_the_code_of_a_network_of_ones_own_is_part_of_the_runs_name(nets):
+    from cl_nscl.core import run_id
+    from cl_nscl.plan import layered, study, twins_of
+    of = lambda: study(layered("digits", "smoke", encoder=f"{nets}:plain"))
+    a = of()
+    assert a.plugins == (str(nets),) and len(twins_of(a, 0)) == 4
+    before = run_id(twins_of(a, 0)[0])
+    nets.write_text(NETS.replace("6", "7"))
+    assert run_id(twins_of(of(), 0)[0]) != before
+    with pytest.raises(UserError, match="no such file or module"): study(layered("digits", encoder="no_such_nets:net"))
+
+
+@pytest.mark.parametrize("size, patch, d, tokens", [(32, 4, 384, 64), (64, 8, 384, 64), (224, 16, 768, 196)])
+def test_the_vision_transformer_has_the_published_size(size, patch, d, tokens):
+    f = meta("vit", 3, size)
+    layer = 4 * d * d + 4 * d + 2 * 4 * d * d + 5 * d + 4 * d                     # attention, perceptron, two norms
+    assert n_params(f) == (3 * patch**2 + 1) * d + (tokens + 1) * d + d + 12 * layer + 2 * d
+    assert f.feature_dim == d and f.stem == f"patch {patch}" and f(torch.empty(2, 3, size, size, device="meta")).shape == (2, d)
+    if size == 224: assert n_params(f) == n_params(torchvision.models.vit_b_16()) - 769_000
+    assert len(f.encoder.layers) == 12 and f.encoder.layers[0].self_attention.num_heads == 12 and f.encoder.layers[0].mlp[0].out_features == 4 * d
+
+
+def test_the_vision_transformer_is_torchvisions_network():
+    from torchvision.models.vision_transformer import VisionTransformer
+    theirs = VisionTransformer(32, 4, 12, 12, 96, 384, num_classes=1)
+    theirs.heads = nn.Identity()
+    ours = ENCODERS["vit"](3, 32, 0.25)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad(): torch.testing.assert_close(ours.eval()(images(2, 3, 32)), theirs.eval()(images(2, 3, 32)))
+
+
+@pytest.mark.parametrize("encoder, size, d", [("resnet18", 32, 512), ("resnet50", 32, 2048), ("vit", 32, 384), ("resnet18", 224, 512), ("resnet50", 224, 2048), ("vit", 224, 768)])
+def test_the_papers_projector_is_2048_2048_128(encoder, size, d):
+    f = meta(encoder, 3, size)
+    with torch.device("meta"): g = projector(f.feature_dim, 2048, 128)
+    assert g(f(torch.empty(2, 3, size, size, device="meta"))).shape == (2, 128) and n_params(g) == d * 2048 + 2 * 2048 + 2048 * 128 + 2 * 128
+
+
+def test_a_grey_vision_transformer_trains():
+    m = build_twin(replace(p8, encoder="vit", width=0.1), channels=1, size=8)
+    m(images(4, 1, 8))[1].square().sum().backward()
+    assert all(w.grad is not None and w.grad.isfinite().all() for w in m.parameters())

@@ -12,18 +12,38 @@ ALL = [p for p in ALL if ".ipynb_checkpoints" not in p.parts]
 cells = lambda p: json.loads(p.read_text(encoding="utf-8"))["cells"]
 source = lambda c: "".join(c["source"])
 RUN = """
-import importlib, sys
+import importlib, json, sys
 from pathlib import Path
-ok, _ = importlib.import_module("nbdev.test").test_nb(Path(sys.argv[1]), skip_flags=["notest", "slow", "gpu"])
+test, made = importlib.import_module("nbdev.test"), []
+class Shell(test.CaptureShell):
+    def run_all(self, nb, **kw):
+        made.append(nb)
+        return super().run_all(nb, **kw)
+test.CaptureShell = Shell
+ok, _ = test.test_nb(Path(sys.argv[1]), skip_flags=["notest", "slow", "gpu"])
+Path(sys.argv[2]).write_text(json.dumps([c.get("outputs", []) for c in made[0].cells], default=str))
 sys.exit(not ok)
 """  # `nbdev.test` also exports a function of that name, so the module is imported by its name
 
 
+def tables(outputs): # per cell -> the tables among them
+    texts = ["".join(o.get("data", {}).get(kind, "")) for cell in outputs for o in cell for kind in ("text/html", "text/markdown")]
+    return [t for t in texts if "<table" in t or "|---" in t]
+
+
+def numbers(text): return [float(x) for x in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.sub(r"<style.*?</style>", "", text, flags=re.S))]
+
+
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda p: p.stem)
-def test_notebook_runs(path):
-    "In a process of its own, as nbdev_test runs it: no state leaks from one notebook into the next."
-    done = subprocess.run([sys.executable, "-c", RUN, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+def test_notebook_runs_and_its_tables_are_not_stale(path, tmp_path):
+    "In a process of its own, as nbdev_test runs it: no state leaks from one notebook into the next. Last digits may differ between machines."
+    done = subprocess.run([sys.executable, "-c", RUN, str(path), str(tmp_path/"outputs.json")], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    stored, again = tables([c.get("outputs", []) for c in cells(path)]), tables(json.loads((tmp_path/"outputs.json").read_text()))
+    assert len(stored) == len(again), "run make notebooks"
+    for old, new in zip(stored, again):
+        a, b = numbers(old), numbers(new)
+        assert len(a) == len(b) and all(abs(x - y) <= 0.02 * max(1, abs(x)) for x, y in zip(a, b)), f"run make notebooks: {[(x, y) for x, y in zip(a, b) if x != y][:9]}"
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda p: p.stem)

@@ -17,8 +17,7 @@ def test_settings_and_pyproject_agree():
     eq(S["author"], P["authors"][0]["name"]); eq(S["author_email"], P["authors"][0]["email"])
     eq(words("requirements"), sorted(P["dependencies"]))
     eq(words("dev_requirements"), sorted(P["optional-dependencies"]["dev"]))
-    eq(words("cluster_requirements"), sorted(P["optional-dependencies"]["cluster"]))
-    eq(words("peers_requirements"), sorted(P["optional-dependencies"]["peers"]))
+    for extra in ("cluster", "hub", "peers"): eq(words(f"{extra}_requirements"), sorted(P["optional-dependencies"][extra]))
     name, target = S["console_scripts"].split("=")
     eq(P["scripts"], {name: target})
 

@@ -75,6 +75,7 @@ def chart(svg: str, spec: dict | None = None) -> str:
     own = f"c{next(_numbers())}-"
     svg = re.sub(r'(\bid="|url\(#|(?:xlink:)?href="#)([^")]+)', rf"\1{own}\2", svg[svg.index("<svg"):])
     about = (spec or {}).get("description") or described(svg)
+    svg = re.sub(r' (?:role|aria-roledescription)="[^"]*"', "", svg).replace(' aria-label="', ' data-label="') # one picture, one text; the script shows the marks' own
     svg = re.sub(r"<svg\b", f'<svg role="img" aria-label="{html.escape(about)}"', svg, count=1)
     data = json.dumps(spec, separators=(",", ":")).replace("</", "<\\/") if spec else ""
     more = f'<script type="application/json" class="spec">{data}</script>' if spec else ""
@@ -91,8 +92,8 @@ def _output(o, specs, about):
     if "text/html" in data:
         text = re.sub(r"<style scoped>.*?</style>", "", "".join(data["text/html"]), flags=re.S)
         data["text/html"] = re.sub(r' (?:border="1"|style="text-align: right;")', "", text)
-    elif "image/png" in data:
-        return new_output("display_data", {"text/html": f'<img class="img-fluid" alt="{html.escape(about)}" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'})
+    elif kind := next((k for k in ("image/png", "image/jpeg") if k in data), None):
+        return new_output("display_data", {"text/html": f'<img class="img-fluid" alt="{html.escape(about)}" src="data:{kind};base64,{"".join(data[kind]).strip()}">'})
     return o
 
 
@@ -110,7 +111,7 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "") -> nbformat.No
         if ("hide", "") in words or any(w == "default_exp" for w, _ in words): continue
         if c.cell_type == "markdown":
             said = re.sub(r"[*_`$#]|\]\([^)]*\)|\[", "", c.source.strip().split("\n\n")[-1]).strip() or said
-            c.source = figures(links(c.source, here, home or here), here)
+            c.source = re.sub(r"^# ", "## ", figures(links(c.source, here, home or here), here), flags=re.M)
         if c.cell_type == "code":
             hidden = ("echo", "false") in words
             body = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip("\n")

@@ -1,7 +1,7 @@
-"""Re-execute the library notebooks in place, with their outputs; write README.md from nbs/index.ipynb.
+"""Re-execute the notebooks in place, with their outputs; write README.md from nbs/index.ipynb. Experiments are not among them.
 
-    python tools/notebooks.py            every library notebook, then the README
-    python tools/notebooks.py 11 21      only those whose names start so
+    python tools/notebooks.py            every notebook that teaches or exports, then the README
+    python tools/notebooks.py 11 howto   only those whose paths in nbs/ start so
     python tools/notebooks.py readme     the README alone
 """
 import os, re, sys
@@ -33,9 +33,11 @@ def readme() -> str:
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]) # how-to pages call cl-nscl
     os.chdir(ROOT)
     wanted = [a for a in sys.argv[1:] if a != "readme"]
     if wanted or len(sys.argv) == 1:
-        for p in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
-            if not wanted or p.name.startswith(tuple(wanted)): execute(p)
+        found = [p for glob in ("[0-9]*.ipynb", "architecture.ipynb", "learn/*.ipynb", "howto/*.ipynb") for p in sorted((ROOT/"nbs").glob(glob))]
+        for p in found:
+            if not wanted or p.relative_to(ROOT/"nbs").as_posix().startswith(tuple(wanted)): execute(p)
     (ROOT/"README.md").write_text(readme())

@@ -12,6 +12,9 @@ from fastcore.docments import docments
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY = inspect.Parameter.empty
+SAME = { # what a word means wherever the code leaves it without a comment
+    "device": "Where models and data live: `cpu`, `cuda`, `cuda:1`", "folder": "A folder of results", "path": "The run's folder", "model": "A module, on its device",
+    "values": "Parameters by name, which win over the files", "tables": "Name -> table, as it is shown", "charts": "Name -> chart", "claims": "Rows as `claim` makes them"}
 
 
 def notebooks(root: Path = ROOT) -> dict[str, Path]:
@@ -88,8 +91,17 @@ def arguments(thing: object) -> list[tuple[str, str, str, str]]:
     for name, d in given.items():
         if name in ("self", "cls") or name == "return" and (not back or (d.anno in (EMPTY, None) and not d.docment)): continue
         default = "" if name == "return" or d.default is EMPTY else repr(d.default) if not callable(d.default) else d.default.__name__
-        rows.append((back if name == "return" else name, shown(d.anno), re.sub(r" at 0x\w+", "", default), d.docment or ""))
+        rows.append((back if name == "return" else name, shown(d.anno), re.sub(r" at 0x\w+", "", default), d.docment or SAME.get(name) or of_type(d.anno)))
     return rows
+
+
+def of_type(anno: object) -> str:
+    "What an argument is whose type says it all: the docstring of a class of the package, or of a chart."
+    if not inspect.isclass(anno): return ""
+    if anno.__module__.startswith("cl_nscl."):
+        about, module = (inspect.getdoc(anno) or "").splitlines()[0], anno.__module__.split(".")[1]
+        return f"[{anno.__name__}]({module}.md#{anno.__name__}): {about[:1].lower() + about[1:]}" if anno.__name__ in import_module(anno.__module__).__all__ else about
+    return "A chart" if "Chart" in anno.__name__ else ""
 
 
 def limits(f: dataclasses.Field) -> str:
@@ -103,8 +115,8 @@ def table(rows: list[tuple[str, str, str, str]]) -> str:
     "The arguments as a Markdown table."
     if not rows: return ""
     code = lambda t: f"`{_cell(t)}`".replace("&lt;", "<") if t else ""
-    lines = [f"| {'*returns*' if n == 'returns' else code(n)} | {code(a)} | {code(d)} | {_cell(doc)} |" for n, a, d, doc in rows]
-    return "\n".join(["| argument | type | default | meaning, shape, unit |", "|---|---|---|---|", *lines])
+    lines = [f"| {'*returns*' if n == 'returns' else code(n)} | {_cell(doc)} | {code(a)} | {code(d)} |" for n, a, d, doc in rows]
+    return "\n".join(["| argument | meaning, shape, unit | type | default |", "|---|---|---|---|", *lines])
 
 
 def constant(module: str, name: str, value: object) -> str:
@@ -141,7 +153,7 @@ def entry(module: str, name: str, notebook: Path) -> str:
     if said := errors(module, name): parts.append("**Errors**\n\n" + "\n".join(f"- `{kind}`: {_cell(text)}" for kind, text in said))
     try: code = inspect.getsource(thing).rstrip()
     except (OSError, TypeError): code = ""
-    if code: parts.append(f'````{{.python code-fold="true" code-summary="Source"}}\n{code}\n````\n\nExplained in [{notebook.stem}](../nbs/{notebook.name}).')
+    if code: parts.append(f"```{{=html}}\n<details><summary>Source</summary>\n```\n\n````python\n{code}\n````\n\n```{{=html}}\n</details>\n```")
     return "\n\n".join(filter(None, parts))
 
 

@@ -19,7 +19,7 @@
   const config = (dark, narrow) => {
     const ink = dark ? "#d9dde2" : "#1b1f23", soft = dark ? "#3a4149" : "#d5d9dd";
     return {
-      background: "transparent", font: "system-ui, sans-serif", view: { stroke: soft },
+      background: "transparent", tooltipFormat: { numberFormat: ".4~r" }, mark: { tooltip: { content: "encoding" } }, font: "system-ui, sans-serif", view: { stroke: soft },
       axis: { labelColor: ink, titleColor: ink, gridColor: soft, domainColor: soft, tickColor: soft },
       legend: { labelColor: ink, titleColor: ink, columns: narrow ? 2 : undefined },
       header: { labelColor: ink, titleColor: ink }, title: { color: ink, subtitleColor: ink, fontSize: 13 },
@@ -61,10 +61,10 @@
   tip.className = "tip"; tip.hidden = true;
   document.body.append(tip);
   document.addEventListener("pointermove", (e) => {
-    const mark = e.target.closest && e.target.closest("figure.chart:not(.shown) svg [aria-label]:not(svg)");
+    const mark = e.target.closest && e.target.closest("figure.chart:not(.shown) svg [data-label]");
     tip.hidden = !mark;
     if (!mark) return;
-    tip.textContent = mark.getAttribute("aria-label").split("; ").filter((p) => !/: null$/.test(p)).map((p) => p.replace(/(\d\.\d{3})\d+/, "$1")).join("\n");
+    tip.textContent = mark.dataset.label.split("; ").filter((p) => !/: null$/.test(p)).map((p) => p.replace(/(\d\.\d{3})\d+/, "$1")).join("\n");
     tip.style.left = Math.min(e.clientX + 14, window.innerWidth - tip.offsetWidth - 8) + "px";
     tip.style.top = e.clientY + 16 + "px";
   });
