@@ -143,11 +143,11 @@ class Job:
 
     def checkpoint(self): return _submitit().helpers.DelayedSubmission(self) # the same again: what is done is read from the runs' folder
 
-# %% ../nbs/49_cluster.ipynb #eb50cf11
+# %% ../nbs/49_cluster.ipynb #741dbdd2
 def submit(
-    runs: list[Run],
-    where: Slurm,
-    device: str = "auto",
+    runs: list[Run], # Those in one of `states`, each with its twins
+    where: Slurm, # What each job asks for
+    device: str = "auto", # auto: what the node has
     threads: int = 1, # Of each process
     states: tuple[str, ...] = ("to do", "failed", "lost"), # Runs in one of these are submitted
 ) -> list[str]: # Ids of the new jobs
@@ -165,12 +165,12 @@ def submit(
             for r in group: write_atomic(r.path/"job.json", f"{note}\n".encode())
     return ids
 
-# %% ../nbs/49_cluster.ipynb #d263adc0
+# %% ../nbs/49_cluster.ipynb #01301279
 def train_on_slurm(
     runs: list[Run], # Those that are done are skipped
-    where: Slurm,
-    device: str = "auto",
-    threads: int = 1,
+    where: Slurm, # What each job asks for
+    device: str = "auto", # auto: what the node has
+    threads: int = 1, # Of each process
     poll: float = 15, # Seconds between two looks at the queue, at most
 ) -> int: # How many runs were trained
     "Train what is missing of `runs` on the cluster and wait for it; `Failed` at the end if some could not be."

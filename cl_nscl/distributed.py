@@ -16,7 +16,7 @@ from torch import nn
 
 from .core import UserError
 
-# %% ../nbs/05_distributed.ipynb #fed1cf91
+# %% ../nbs/05_distributed.ipynb #59301bfb
 def world() -> int: # W
     "How many processes train this run together."
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -25,7 +25,7 @@ def rank() -> int: # 0 .. W - 1
     "Which of them this is."
     return dist.get_rank() if world() > 1 else 0
 
-def is_main() -> bool:
+def is_main() -> bool: # True for one process alone
     "Is this the one that writes files and speaks?"
     return rank() == 0
 
@@ -189,7 +189,7 @@ def no_sync(
     "Within the block, backward adds to the gradients of this process without a word to the others."
     return net.no_sync() if isinstance(net, nn.parallel.DistributedDataParallel) else contextlib.nullcontext()
 
-# %% ../nbs/05_distributed.ipynb #2232f16f
+# %% ../nbs/05_distributed.ipynb #21c2d846
 def my_rows(
     N: int, # Rows in all
 ) -> slice: # Those of this process
@@ -198,9 +198,9 @@ def my_rows(
     return slice(r * N // W, (r + 1) * N // W)
 
 def gather_rows(
-    h: torch.Tensor, # The rows `my_rows` of this process
+    h: torch.Tensor, # The rows `my_rows` of this process [n, d]
     N: int, # Rows in all
-) -> torch.Tensor: # [N, ...], each row once and in order, on every process
+) -> torch.Tensor: # [N, d], each row once and in order, on every process
     "Put the rows of all processes together."
     if world() == 1: return h
     sizes = [(r + 1) * N // world() - r * N // world() for r in range(world())]

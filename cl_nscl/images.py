@@ -139,15 +139,15 @@ def image_files(
             else: files.append((os.path.relpath(path, folder).replace(os.sep, "/"), os.stat(path).st_size))
     return sorted(files), left_out
 
-# %% ../nbs/03_images.ipynb #1237c927
+# %% ../nbs/03_images.ipynb #a5e524d0
 Listed = list[tuple[str, str, int]] # Class, path below the folder, size in bytes
 
 def file_source(
     name: str, # Of the data set, for messages
     folder: Path, # What the paths are relative to
     classes: list[str], # All classes; the position is the class id
-    train: Listed,
-    test: Listed,
+    train: Listed, # Class, path and bytes of each image of the training split
+    test: Listed, # Likewise
     stats: tuple | None = None, # Mean and standard deviation where they are published
     found: dict | None = None, # For people: what was left out
 ) -> Source:

@@ -418,8 +418,12 @@ class Progress:
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #10264fa0
-def out_of_memory(e): return isinstance(e, (MemoryError, torch.cuda.OutOfMemoryError)) or "allocate memory" in str(e) # the CPU's allocator raises a plain RuntimeError
+# %% ../nbs/45_plan.ipynb #0ea2c44b
+def out_of_memory(
+    e: Exception,
+) -> bool:
+    "Did an allocation fail? The CPU's allocator raises a plain `RuntimeError`."
+    return isinstance(e, (MemoryError, torch.cuda.OutOfMemoryError)) or "allocate memory" in str(e)
 
 def reason(
     e: Exception,
@@ -492,7 +496,7 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #dcd5131b
+# %% ../nbs/45_plan.ipynb #581b7d93
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
@@ -515,7 +519,12 @@ def _fingerprint(*which): # empty: the data are not here
     src = _source(*which)
     return fingerprint(src) if src.pixels else ""
 
-def jobs_of(jobs, device): return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
+def jobs_of(
+    jobs: int, # Asked for; 0: choose
+    device: str, # cpu, cuda or cuda:<n>
+) -> int: # At least 1
+    "How many training processes: one for each core that this process may use, or one on a GPU."
+    return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
 
 # %% ../nbs/45_plan.ipynb #cf8bdb77
 def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each failure

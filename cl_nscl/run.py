@@ -249,13 +249,14 @@ def forecast(
     hours = f", {hours:,.0f} {'core' if device == 'cpu' else 'GPU'}-hours" if hours >= 2 else ""
     return "\n".join([*lines, f"{len(runs)} runs, {len(todo)} to train: about {duration(seconds)} in {jobs} process{'es' if jobs > 1 else ''}{hours}"])
 
-# %% ../nbs/50_run.ipynb #a686d6cb
+# %% ../nbs/50_run.ipynb #cc6fe306
 def _values(args): # of the study that the arguments describe
     short = {k: v for k in ("jobs", "seeds") if (v := getattr(args, k, None)) is not None}
     return layered(args.dataset, *args.preset, **dict(map(setting, args.set)) | short)
 
 def _reproduce(args):
     "train the twins of a data set, execute the notebooks, write tables, charts and a summary"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1: raise UserError("reproduce starts its processes itself; under torchrun train the runs with -m cl_nscl.train, then call reproduce once")
     values = _values(args)
     s, where = study(values), _where(args)
     if args.dry_run:
