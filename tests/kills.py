@@ -76,7 +76,7 @@ def attempt(change, kill=None):
         if change == dict(optimizer="sgd"):
             killer.moment("notebook")
             inside = kill[1] if kill and kill[0] == "kernel" else ""
-            if not Path("out/01_kills.json").exists() or not Path("out/01_kills.ipynb").exists(): execute(Path("01_kills.ipynb"), dict(kill=inside), Path("out"))
+            if not Path("out/01_kills.ipynb").exists(): execute(Path("01_kills.ipynb"), dict(kill=inside), Path("out"))
         code = 0
     except NotebookFailed as e:
         print(e, file=sys.stderr)
@@ -104,7 +104,7 @@ def main(folder, optimizer, seed, *more):
     steps = [("moment", "step", rng.randint(1, 4), rng.uniform(0, 0.1)) for _ in range(4)]
     writes = [(mode, what, rng.randint(1, 7), 0) for mode, what in (("half", "checkpoint"), ("before", "checkpoint"), ("after", "checkpoint"), ("half", "snapshot"), ("after", "snapshot"), ("half", "history"))]
     rng.shuffle(training := steps + writes)
-    late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, 0), ("moment", "measure", 1, rng.uniform(0, 0.5)), ("half", "", 1, 0)]
+    late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, 0), ("moment", "measure", 1, rng.uniform(0, 0.1)), ("half", "", 1, 0)]
     notebook = [("moment", "notebook", 1, rng.uniform(0.3, 1)), ("kernel", "01_kills.begun", 1, 0), ("kernel", "more.csv", 1, 0), ("kernel", "01_kills.json", 1, 0)]
     kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if change == dict(optimizer="sgd") else [])], collections.Counter()
     for kill in kills:
@@ -113,7 +113,8 @@ def main(folder, optimizer, seed, *more):
         assert ended == (7 if kill[0] == "kernel" else -9), (kill, ended)
         counts[f"{kill[0]} {kill[1]}".strip()] += 1
         for r in runs(**change): assert not r.done or all(t in r.snapshots for t in (0, 8, 16, 24, 32))
-        assert not Path("out/01_kills.json").exists() and not Path("out/01_kills.ipynb").exists()
+        assert not Path("out/01_kills.ipynb").exists()
+        if kill[0] == "kernel": assert not Path("out/01_kills.json").exists() # a kernel whose parent was killed may still end its cell: whole results, and no notebook
     for p in Path("runs/measured").glob(".*.tmp"): os.utime(p, (1, 1))       # that folder has many writers: only what has been left for a minute is swept
     assert attempt(change) == 0
     for r, want in zip(runs(**change), states): assert same(load_checkpoint(r), want), r.p.objective

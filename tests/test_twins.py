@@ -144,7 +144,8 @@ def test_diverged_run_leaves_a_usable_checkpoint(tmp_path, monkeypatch):
         return healthy.fn(z, y, tau, pairs) * (float("nan") if len(calls) > 6 else 1)
     monkeypatch.setitem(OBJECTIVES, "nscl", dataclasses.replace(healthy, fn=sick))
     runs = [stored_run(run(o), tmp_path) for o in ("cl", "nscl")]
-    with pytest.raises(Diverged, match=r"loss of nscl became nan at step 6; last good checkpoints: .*checkpoint-00000004.*checkpoint-00000004"): train_runs(runs)
+    with pytest.raises(Diverged, match=r"loss of nscl became nan at step 4; last good checkpoint: .*checkpoint-00000004"): train_runs(runs)
+    assert runs[0].done and not runs[1].done # after step 6 each went on alone from its checkpoint, and the healthy one to its end
     monkeypatch.setitem(OBJECTIVES, "nscl", healthy)
     train_runs(runs)
     assert same(load_snapshot(runs[1], 12), trained(["cl", "nscl"])[1])
