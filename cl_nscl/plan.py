@@ -526,7 +526,7 @@ def jobs_of(
     "How many training processes: one for each core that this process may use, or one on a GPU."
     return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
 
-# %% ../nbs/45_plan.ipynb #cf8bdb77
+# %% ../nbs/45_plan.ipynb #d4207276
 def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each failure
     left, failures, live, stop = queue.SimpleQueue(), [], set(), threading.Event()
     for runs in todo: left.put(runs)
@@ -543,7 +543,7 @@ def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each fa
             except queue.Empty: break
             if process.poll() is not None: process = start()
             why = _ask(process, runs, device, threads, progress)
-            if why: failures.append(failed(runs, why))
+            if why and not stop.is_set(): failures.append(failed(runs, why)) # who interrupts is no failure
         with contextlib.suppress(BrokenPipeError): process.stdin.close()
         process.wait()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
