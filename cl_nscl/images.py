@@ -38,7 +38,7 @@ def eight_bits(
     if im.mode == "P" and "transparency" in im.info: im = im.convert("RGBA")
     return im.convert("L" if channels == 1 else "RGB")
 
-# %% ../nbs/03_images.ipynb #eecc57c0
+# %% ../nbs/03_images.ipynb #e7376318
 def decode(
     raw: bytes, # An image file
     name: str, # For the message
@@ -54,7 +54,7 @@ def decode(
         return eight_bits(im, channels)
     except UserError as e: raise UserError(f"{name}: {e}") from None
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError) as e:
-        raise UserError(f"{name}: cut off, damaged or no image ({' '.join(str(e).split())})") from None
+        raise UserError(f"{name}: cut off, damaged or no image ({' '.join(str(e).split()) if raw else 'the file is empty'})") from None
     finally: ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 # %% ../nbs/03_images.ipynb #663a45c1

@@ -247,12 +247,12 @@ def fixed_steps(
     per_epoch = clock(p := twins_of(s, s.seed, **change)[0], train_size(p)).per_epoch
     return change | dict(steps=T, warmup=warmup / per_epoch)
 
-# %% ../nbs/45_plan.ipynb #7e5f20dd
+# %% ../nbs/45_plan.ipynb #58505548
 def class_points(
     s: Study,
 ) -> list[Point]: # Labels: C
     "Figure 3: the number of classes."
-    ids = s.classes or source_of(s).class_ids
+    ids = check_classes(s.classes, source_of(s)) if s.classes else source_of(s).class_ids
     if bad := [C for C in s.class_counts if not 2 <= C <= len(ids)]: raise UserError(f"parameter class_counts = {list(s.class_counts)}: {bad[0]} must be between 2 and {len(ids)}, the classes of {s.dataset}")
     length, points = dict(epochs=s.class_epochs) if s.class_epochs else {}, []
     c = clock(base := _sweep(s, s.seed, **length)[0], train_size(base))
