@@ -6,7 +6,7 @@
 __all__ = ['minutes_of', 'Slurm', 'submit_job', 'Alive', 'job_name', 'alive', 'job_of', 'progress', 'state_of', 'Job', 'submit',
            'train_on_slurm']
 
-# %% ../nbs/49_cluster.ipynb #dee5bcc2
+# %% ../nbs/49_cluster.ipynb #dc1c5b11
 import dataclasses, hashlib, json, re, shutil, signal, subprocess, time
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +17,8 @@ import torch
 from filelock import FileLock
 
 from .core import UserError, run_id, twin_key
-from .plan import Progress, check_failures, failed, images, reason, tasks, train_size, train_task
-from .store import Paused, Run, failure, holder, mark_failed, stored_files, stored_run, write_atomic
-from .twins import clock
+from .plan import Progress, check_failures, failed, images, looked_at, reason, tasks, train_task
+from .store import Paused, Run, failure, holder, mark_failed, stored_run, write_atomic
 
 # %% ../nbs/49_cluster.ipynb #5b99c755
 def minutes_of(
@@ -90,7 +89,7 @@ def alive() -> dict[str, Alive]: # By id and by name
     jobs = [Alive(*line.strip().split("|", 3)) for line in done.stdout.splitlines() if line.count("|") >= 3]
     return {key: j for j in jobs for key in (j.id, j.name)}
 
-# %% ../nbs/49_cluster.ipynb #7c3b6296
+# %% ../nbs/49_cluster.ipynb #7579d563
 def job_of(
     run: Run,
 ) -> dict: # job: its id; log: the file; empty: never submitted
@@ -102,7 +101,7 @@ def progress(
     run: Run,
 ) -> float: # 0 to 1
     "How far the run's last checkpoint is."
-    return max(stored_files(run.path, "checkpoint"), default=0) / clock(run.p, train_size(run.p)).T
+    return looked_at(run) / images(run)
 
 def state_of(
     run: Run,
@@ -165,7 +164,7 @@ def submit(
             for r in group: write_atomic(r.path/"job.json", f"{note}\n".encode())
     return ids
 
-# %% ../nbs/49_cluster.ipynb #01301279
+# %% ../nbs/49_cluster.ipynb #7a313dc1
 def train_on_slurm(
     runs: list[Run], # Those that are done are skipped
     where: Slurm, # What each job asks for
@@ -176,7 +175,7 @@ def train_on_slurm(
     "Train what is missing of `runs` on the cluster and wait for it; `Failed` at the end if some could not be."
     missing = [r for r in runs if not r.done]
     if not missing: return 0
-    ids, bar, wait = submit(missing, where, device, threads), Progress(sum(map(images, missing)), "training"), 1.0
+    ids, bar, wait = submit(missing, where, device, threads), Progress(sum(map(images, missing)), "training", sum(map(looked_at, missing))), 1.0
     print(f"training {len(missing)} runs on the cluster, {len(ids)} new jobs{': ' + ', '.join(ids) if ids else ''}", flush=True)
     lost, gone, at = Counter(), set(), {}
     try:
@@ -185,7 +184,7 @@ def train_on_slurm(
             try: jobs = alive()
             except (OSError, subprocess.TimeoutExpired): continue # a controller that restarts
             states = {r.id: state_of(r, jobs)[0] for r in waiting}
-            bar.add(max(0, round(sum(images(r) * (1 if r.done else progress(r)) for r in missing)) - bar.n))
+            bar.add(max(0, sum(map(looked_at, missing)) - bar.n))
             if set(states.values()) <= {"failed", "done"}: break
             again = [r for r in waiting if states[r.id] in ("lost", "to do") and r.id in gone] # seen twice: files may come late to this node
             gone = {r.id for r in waiting if states[r.id] in ("lost", "to do")}

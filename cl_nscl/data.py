@@ -6,10 +6,10 @@
 __all__ = ['IDX_FILES', 'DEBIAN', 'DATASETS', 'KNOWN', 'Split', 'middle_box', 'cut', 'Stream', 'Dataset', 'Source', 'fingerprint',
            'MissingData', 'missing', 'draw_per_class', 'equal_counts', 'digits', 'read_idx', 'data_home', 'find_idx',
            'fashion_mnist', 'texture_letters', 'texture_images', 'textures', 'Elsewhere', 'open_source', 'stand_in',
-           'resize', 'is_streamed', 'worker_count', 'check_classes', 'load_dataset', 'identical', 'data_record',
-           'same_data', 'epoch_order', 'batches', 'stratified_batches', 'loader']
+           'resize', 'is_streamed', 'worker_count', 'check_classes', 'labelled', 'load_dataset', 'identical',
+           'data_record', 'same_data', 'epoch_order', 'batches', 'stratified_batches', 'loader']
 
-# %% ../nbs/01_data.ipynb #e94bd2df
+# %% ../nbs/01_data.ipynb #6f5abba6
 import gzip, hashlib, importlib, inspect, json, math, os, zlib
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 import numpy as np, torch
+from fastcore.basics import patch
 from filelock import FileLock
 from PIL.Image import Resampling
 from sklearn.datasets import load_digits
@@ -79,7 +80,7 @@ def cut(
     x = torch.from_numpy(np.stack([np.asarray(p) for p in parts]))
     return x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
 
-# %% ../nbs/01_data.ipynb #2483fdf1
+# %% ../nbs/01_data.ipynb #25742e27
 class _Cuts(torch.utils.data.Dataset):
     "The m-th item: the boxes of the images at `rows[m]`, or the message of a `UserError`."
     def __init__(self, stream, rows, boxes): self.stream, self.rows, self.boxes = stream, rows, boxes
@@ -90,6 +91,13 @@ class _Cuts(torch.utils.data.Dataset):
     def one(self, i):
         image = self.stream.opened(int(self.stream.ids[i]))
         return cut(image, self.boxes(i, image.height, image.width), self.stream.size)
+
+class _Middles: # what `Stream.x` is: indexed like a tensor of images, decoded on demand
+    def __init__(self, stream): self.stream = stream
+    def __len__(self): return len(self.stream)
+    @property
+    def shape(self): return torch.Size([len(self.stream), self.stream.channels, self.stream.size, self.stream.size])
+    def __getitem__(self, index): return torch.cat([*replace(self.stream.rows(index), workers=0).images()])
 
 @dataclass(frozen=True, eq=False)
 class Stream:
@@ -108,28 +116,29 @@ class Stream:
     def rows(self, keep): # as in Split
         return replace(self, y=self.y[keep], ids=self.ids[keep])
 
-    def images(self, chunk=512): # as in Split
-        for x in self.crops(torch.arange(len(self)).split(chunk), middle_box): yield x[:, 0]
+# %% ../nbs/01_data.ipynb #7e98202b
+@patch
+def crops(
+    self: Stream,
+    rows: Tensor, # Positions, int64 [steps, B], or a list of tensors
+    boxes: Callable, # (position, H, W) -> top, left, height, width of each crop, int64 [K, 4]; can be pickled
+) -> Iterator[Tensor]: # Of each step, uint8 [B, K, channels, size, size]
+    "Crops of the images of each step; the result is the same for any number of workers."
+    parts = [part for r in rows for part in r.split(64)] # what a worker hands over at once: small, so that shared memory suffices
+    done = iter(DataLoader(_Cuts(self, parts, boxes), batch_size=None, num_workers=self.workers, generator=torch.Generator()))
+    for r in rows:
+        got = [next(done) for _ in r.split(64)]
+        for x in got:
+            if isinstance(x, str): raise UserError(x)
+        yield torch.cat(got)
 
-    def crops(self,
-        rows: Tensor, # Positions, int64 [steps, B], or a list of tensors
-        boxes: Callable, # (position, H, W) -> top, left, height, width of each crop, int64 [K, 4]; can be pickled
-    ) -> Iterator[Tensor]: # Of each step, uint8 [B, K, channels, size, size]
-        "Crops of the images of each step; the result is the same for any number of workers."
-        parts = [part for r in rows for part in r.split(64)] # what a worker hands over at once: small, so that shared memory suffices
-        done = iter(DataLoader(_Cuts(self, parts, boxes), batch_size=None, num_workers=self.workers, generator=torch.Generator()))
-        for r in rows:
-            got = [next(done) for _ in r.split(64)]
-            for x in got:
-                if isinstance(x, str): raise UserError(x)
-            yield torch.cat(got)
-
-class _Middles: # what `Stream.x` is: indexed like a tensor of images, decoded on demand
-    def __init__(self, stream): self.stream = stream
-    def __len__(self): return len(self.stream)
-    @property
-    def shape(self): return torch.Size([len(self.stream), self.stream.channels, self.stream.size, self.stream.size])
-    def __getitem__(self, index): return torch.cat([*replace(self.stream.rows(index), workers=0).images()])
+@patch
+def images(
+    self: Stream,
+    chunk: int = 512, # Images at a time
+) -> Iterator[Tensor]: # uint8 [<= chunk, channels, size, size]
+    "All images in order, each its largest middle square: as in `Split`."
+    for x in self.crops(torch.arange(len(self)).split(chunk), middle_box): yield x[:, 0]
 
 # %% ../nbs/01_data.ipynb #4a44beb0
 @dataclass(frozen=True, eq=False)
@@ -212,13 +221,13 @@ def draw_per_class(
     of = {c: (y == c).nonzero()[:, 0] for c in counts}
     return torch.cat([of[c][torch.randperm(len(of[c]), generator=g)[:n]] for c, n in counts.items()]).sort().values
 
-# %% ../nbs/01_data.ipynb #d064b84f
+# %% ../nbs/01_data.ipynb #5dc28d9f
 def equal_counts(
     have: list[int], # Samples of each class
     n: int, # Wanted in total
 ) -> list[int]: # Taken of each class; the sum is n
     "Shares of `n` that differ by at most one, except where a class has no more to give."
-    if not len(have) <= n <= sum(have): raise UserError(f"n_train = {n}: must be between {len(have)} (one per class) and {sum(have)} (all there are)")
+    if not len(have) <= n <= sum(have): raise UserError(f"n_train = {n}: must be between {len(have)} (one per class) and {sum(have)} (all there are), or 0 for all")
     take, left = [0] * len(have), n
     for k, c in enumerate(sorted(range(len(have)), key=lambda c: have[c])):  # the scarcest class first
         take[c] = min(have[c], left // (len(have) - k)); left -= take[c]
@@ -426,7 +435,24 @@ def check_classes(
     if len(set(classes)) < len(classes): raise UserError(f"classes: {list(classes)} names a class twice; each may be named once, valid ids: {valid}")
     return tuple(classes) or src.default or ids
 
-# %% ../nbs/01_data.ipynb #399623a3
+# %% ../nbs/01_data.ipynb #4ac17129
+def labelled(
+    src: Source,
+    keep: tuple[int, ...], # Original class ids; the position is the label
+    name: str, # Of the data set, for messages
+) -> list[tuple[Tensor, Tensor]]: # Of the training and the test split: labels 0..C-1 and sample ids, int64 [N] each
+    "The samples of the classes to keep, before a pixel is read; a class that lacks some is a `UserError`."
+    label, names, splits = {c: i for i, c in enumerate(keep)}, dict(zip(src.class_ids, src.class_names)), []
+    for part, (y, ids) in (("train", src.train), ("test", src.test)):
+        kept = torch.isin(y, torch.tensor(keep))
+        y = torch.tensor([label[c] for c in y[kept].tolist()], dtype=torch.int64)
+        if 0 in (have := y.bincount(minlength=len(keep)).tolist()):
+            called = "" if names[c := keep[have.index(0)]] == str(c) else f" ({names[c]})"
+            raise UserError(f"{name}: class {c}{called} has no {part} sample; add some, or list the other classes in the parameter classes")
+        splits.append((y, ids[kept]))
+    return splits
+
+# %% ../nbs/01_data.ipynb #01342ff4
 def load_dataset(
     name: str, # A name in `DATASETS`
     *,
@@ -442,19 +468,13 @@ def load_dataset(
 ) -> Dataset:
     "Load a data set, keep the classes asked for, draw the subset, resize or stream."
     src = open_source(name, root, data, labels)
-    keep, excluded, splits, streamed = check_classes(classes, src), 0, [], is_streamed(src, size, stream)
-    label, names = {c: i for i, c in enumerate(keep)}, dict(zip(src.class_ids, src.class_names))
-    for part, (y, ids) in (("train", src.train), ("test", src.test)):
-        kept = torch.isin(y, torch.tensor(keep)); excluded += int((~kept).sum())
-        ids, y = ids[kept], torch.tensor([label[c] for c in y[kept].tolist()], dtype=torch.int64)
-        have = y.bincount(minlength=len(keep)).tolist()
-        if 0 in have: raise UserError(f"{name}: class {(c := keep[have.index(0)])}{_called(c, names)} has no {part} sample; add some, or list the other classes in the parameter classes")
-        if n_train and part == "train":
-            i = draw_per_class(y, dict(enumerate(equal_counts(have, n_train))), generator(seed, "subset")); ids, y = ids[i], y[i]
-        splits.append(Stream(src.opened, y, ids, src.channels, size, worker_count(workers)) if streamed else Split(resize(src.pixels(ids), size), y, ids))
-    return Dataset(data or name, *splits, keep, tuple(names[c] for c in keep), src.mean, src.std, excluded, fingerprint(src), src.found)
-
-def _called(c, names): return "" if names[c] == str(c) else f" ({names[c]})"
+    keep, names, streamed = check_classes(classes, src), dict(zip(src.class_ids, src.class_names)), is_streamed(src, size, stream)
+    (y, ids), held = labelled(src, keep, data or name)
+    excluded = len(src.train[0]) + len(src.test[0]) - len(y) - len(held[0])
+    if n_train:
+        i = draw_per_class(y, dict(enumerate(equal_counts(y.bincount().tolist(), n_train))), generator(seed, "subset")); ids, y = ids[i], y[i]
+    made = lambda y, ids: Stream(src.opened, y, ids, src.channels, size, worker_count(workers)) if streamed else Split(resize(src.pixels(ids), size), y, ids)
+    return Dataset(data or name, made(y, ids), made(*held), keep, tuple(names[c] for c in keep), src.mean, src.std, excluded, fingerprint(src), src.found)
 
 # %% ../nbs/01_data.ipynb #9285df63
 def identical(

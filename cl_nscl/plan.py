@@ -6,11 +6,11 @@
 __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'device_of', 'shipped', 'study_files', 'layered',
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
            'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
-           'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'tasks', 'estimate', 'operations',
-           'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed', 'check_failures',
-           'train_plan', 'jobs_of', 'point_rows']
+           'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'looked_at', 'tasks', 'estimate',
+           'operations', 'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed',
+           'check_failures', 'train_plan', 'jobs_of', 'point_rows']
 
-# %% ../nbs/45_plan.ipynb #efb10e6a
+# %% ../nbs/45_plan.ipynb #235bf417
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from .core import Params, UserError, fill, generator, import_plugins, par, pick, read_yaml, run_id, twin_key
-from .data import DATASETS, Dataset, KNOWN, MissingData, Source, Split, check_classes, cut, equal_counts, fingerprint, is_streamed, middle_box, open_source, same_data, stand_in, worker_count
+from .data import DATASETS, Dataset, KNOWN, MissingData, Source, Split, check_classes, cut, equal_counts, fingerprint, is_streamed, labelled, middle_box, open_source, same_data, stand_in, worker_count
 from .losses import OBJECTIVES
 from .measure import measured
 from .models import build_twin, encoder_named
 from .optim import LR_RULES, OPTIMIZERS
-from .store import CannotWrite, Run, mark_failed, stored_run, train_runs
+from .store import CannotWrite, Run, mark_failed, stored_files, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
 # %% ../nbs/45_plan.ipynb #626531b2
@@ -203,7 +203,7 @@ def temperature_points(
     "Figure 4: the temperature."
     return [(dict(tau=tau), _sweep(s, seed, tau=tau)) for tau in s.taus for seed in seeds_of(s)]
 
-# %% ../nbs/45_plan.ipynb #a09f5013
+# %% ../nbs/45_plan.ipynb #ba116e73
 @functools.cache
 def _source(dataset, root, data, labels): # what is on this machine, or the published numbers; a plan fetches nothing
     try: return open_source(dataset, root, data, labels, download=False)
@@ -220,8 +220,7 @@ def source_of(
 @functools.cache
 def _train_size(dataset, root, data, labels, classes, n_train):
     source = _source(dataset, root, data, labels)
-    have = torch.isin(source.train[0], torch.tensor(check_classes(classes, source)))
-    each = source.train[0][have].unique(return_counts=True)[1].tolist()
+    each = labelled(source, check_classes(classes, source), data or dataset)[0][0].bincount().tolist()
     return sum(equal_counts(each, n_train)) if n_train else sum(each)
 
 def train_size(
@@ -309,12 +308,18 @@ def plan(
     wanted = [p for name in experiments_of(s, experiments) for _, twins in POINTS[name](s) for p in twins]
     return [*{run_id(p): stored_run(p, s.runs) for p in wanted}.values()]
 
-# %% ../nbs/45_plan.ipynb #0a3a1cdf
+# %% ../nbs/45_plan.ipynb #770c0d9d
 def images(
     r: Run,
 ) -> int: # Images that the run looks at, in one view: the unit of work and of progress
     "How much work a run is."
     return clock(r.p, train_size(r.p)).T * r.p.B
+
+def looked_at(
+    r: Run,
+) -> int: # Of its `images`
+    "How much of the work is behind the run, by its last checkpoint."
+    return images(r) if r.done else max(stored_files(r.path, "checkpoint"), default=0) * r.p.B
 
 def _slowest(groups, jobs): # the work of the busiest of `jobs` processes
     loads = [0] * jobs
@@ -335,7 +340,7 @@ def tasks(
         groups = split
     return groups
 
-# %% ../nbs/45_plan.ipynb #874edb58
+# %% ../nbs/45_plan.ipynb #41b42b8c
 def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr=1e-9, lr_rule="linear", warmup=0., snapshots=1, seed=0)
 
 def _shaped(p, B): # a data set of the run's shape with B images of noise
@@ -345,14 +350,17 @@ def _shaped(p, B): # a data set of the run's shape with B images of noise
     split = Split(x, torch.arange(B) % len(keep), torch.arange(B))
     return Dataset(p.dataset, split, split, keep, tuple(map(str, keep)), src.mean, src.std)
 
-def _seconds(p, device): # of one image of a batch
+@functools.cache
+def _timed(p, device): # seconds of one image of a batch, after a step to warm up
+    twins = Twins([p], _shaped(p, p.B), device)
+    twin_step(twins)
+    start = time.perf_counter()
+    for _ in range(2): twin_step(twins).sum().item()
+    return (time.perf_counter() - start) / 2 / p.B
+
+def _seconds(p, device): # of one image of a batch, as the run sees it
     torch_threads = torch.get_num_threads()
-    def timed(B):
-        twins = Twins([dataclasses.replace(p, B=B, epochs=8)], _shaped(p, B), device)
-        twin_step(twins)
-        start = time.perf_counter()
-        for _ in range(2): twin_step(twins).sum().item()
-        return (time.perf_counter() - start) / 2 / B
+    timed = lambda B: _timed(dataclasses.replace(p, B=B, epochs=8), device)
     small = min(p.B, 16)
     try:
         torch.set_num_threads(1)
@@ -369,7 +377,7 @@ def _with_decoding(p, seconds): # workers decode at the same time; without them 
     decoding = (time.perf_counter() - start) / min(16, len(src.train[1]))
     return max(seconds, decoding / workers) if workers else seconds + decoding
 
-# %% ../nbs/45_plan.ipynb #225458c3
+# %% ../nbs/45_plan.ipynb #ef8ce393
 def estimate(
     runs: list[Run], # Those that are done cost nothing
     jobs: int, # Processes
@@ -379,7 +387,7 @@ def estimate(
     cost, groups = {}, tasks([r for r in runs if not r.done], jobs)
     for g in groups:
         if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes), device)
-    return sum(images(r) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
+    return sum((images(r) - looked_at(r)) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
 
 # %% ../nbs/45_plan.ipynb #1817adce
 @functools.cache
@@ -402,23 +410,23 @@ def duration(
     "A length of time for people."
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h" if seconds < 360000 else f"{seconds / 86400:,.0f} days"
 
-# %% ../nbs/45_plan.ipynb #71936e70
+# %% ../nbs/45_plan.ipynb #a1dea702
 class Progress:
     "Progress of a known amount of work: a bar on a terminal, a line every tenth elsewhere."
-    def __init__(self, total: int, what: str):
-        self.total, self.what, self.n, self.told, self.start, self.lock = total, what, 0, 0, time.time(), threading.Lock()
-        self.bar = tqdm(total=total, desc=what, unit="images", unit_scale=True, dynamic_ncols=True, leave=True) if sys.stderr.isatty() else None
+    def __init__(self, total: int, what: str, first: int = 0): # `first`: what is behind already
+        self.total, self.what, self.n, self.first, self.told, self.start, self.lock = total, what, first, first, 10 * first // total, time.time(), threading.Lock()
+        self.bar = tqdm(total=total, initial=first, desc=what, unit="images", unit_scale=True, dynamic_ncols=True, leave=True) if sys.stderr.isatty() else None
     def add(self, amount: int):
         with self.lock:
             self.n += amount
             if self.bar: self.bar.update(amount)
             elif (tenth := 10 * min(self.n, self.total) // self.total) > self.told:
-                self.told, left = tenth, (time.time() - self.start) * (self.total - self.n) / self.n
+                self.told, left = tenth, (time.time() - self.start) * (self.total - self.n) / (self.n - self.first)
                 print(f"{self.what}: {10 * tenth} %, about {duration(left)} left", flush=True)
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #0ea2c44b
+# %% ../nbs/45_plan.ipynb #61c1ed4d
 def out_of_memory(
     e: Exception,
 ) -> bool:
@@ -442,6 +450,7 @@ def train_task(
     torch.set_num_threads(task["threads"])
     params = [Params(**p) for p in task["params"]]
     import_plugins(params[0].plugins)
+    if params[0].compile: say("compiling the networks: the first step takes minutes")
     train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
 # %% ../nbs/45_plan.ipynb #0264c94c
@@ -496,7 +505,7 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #581b7d93
+# %% ../nbs/45_plan.ipynb #7edbfab1
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
@@ -511,7 +520,7 @@ def train_plan(
     todo = tasks(missing, jobs := jobs_of(jobs, device))
     jobs = min(jobs, len(todo))
     print(f"training {len(missing)} runs, {sum(clock(r.p, train_size(r.p)).T for r in missing)} steps in all, in {jobs} process{'es' if jobs > 1 else ''}", flush=True)
-    check_failures(_run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training")), len(todo))
+    check_failures(_run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training", sum(map(looked_at, missing)))), len(todo))
     return len(missing)
 
 @functools.cache

@@ -246,7 +246,7 @@ def history(
     means = [losses[(t - 1) // per_epoch * per_epoch : t].double().mean().item() for t in ends]
     return pd.DataFrame(dict(step=ends, epoch=[t / per_epoch for t in ends], lr=[peak_lr(p) * schedule(t - 1, T, W) for t in ends], loss=means))
 
-# %% ../nbs/20_store.ipynb #2e14a452
+# %% ../nbs/20_store.ipynb #53a7977a
 def provenance() -> dict: # Versions, machine, commit: plain strings and numbers
     "What a result depends on besides its parameters."
     def git(*args):
@@ -256,7 +256,7 @@ def provenance() -> dict: # Versions, machine, commit: plain strings and numbers
     cpu = next((l.split(":")[1].strip() for l in info.read_text().splitlines() if l.startswith("model name")), "") if info.exists() else ""
     versions = {n: metadata.version(n) for n in ("torch", "torchvision", "numpy")}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return dict(commit=git("rev-parse", "HEAD"), modified=bool(git("status", "--porcelain", "-uno")), python=platform.python_version(), **versions,
+    return dict(commit=git("rev-parse", "HEAD"), modified=bool(git("status", "--porcelain", "-uno", ".")), python=platform.python_version(), **versions,
                 machine=platform.machine(), cpu=cpu or platform.processor(), gpu=gpu, threads=torch.get_num_threads(),
                 deterministic=torch.are_deterministic_algorithms_enabled(), cudnn_benchmark=torch.backends.cudnn.benchmark)
 
@@ -339,7 +339,7 @@ def _alone(run): # -> step, (run,), (state,)
     [(step, group)] = resumable([run])
     return step, *zip(*group)
 
-# %% ../nbs/20_store.ipynb #95a20b53
+# %% ../nbs/20_store.ipynb #74140fa3
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
@@ -348,7 +348,7 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
         load_state(twins, states)
     from_main(lambda: _prepare(runs, states, losses, first, twins.clock, record))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        later = lambda: pool.submit(_store, runs, twins.clock, [_copied(twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
+        later = lambda: pool.submit(_store, runs, twins.clock, [_each(lambda x: x.detach().clone(), twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
         write, saved = None if first or not is_main() else later(), start
         settled = lambda: from_main(lambda: write and write.result()) # an error of the writer is everybody's
         try:
@@ -369,7 +369,7 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
     with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
     from_main(lambda: _finish(runs, end, twins.skipped, twins.clock))
 
-# %% ../nbs/20_store.ipynb #761534ac
+# %% ../nbs/20_store.ipynb #1aee6d62
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
     if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
@@ -395,16 +395,12 @@ def _finish(runs, end, skipped, clock):
         if tuple(left) != clock.snapshots: raise RuntimeError(f"run {r.id} has snapshots at steps {[*left]}, not at {[*clock.snapshots]}; it is not marked as done")
         write_atomic(r.path/"done.json", (json.dumps(end | dict(snapshots=[*left.values()]) | (dict(skipped=n) if n else {}), indent=1) + "\n").encode())
 
-def _copied(state): # as it is now, whatever training does next
-    if torch.is_tensor(state): return state.detach().clone()
-    return type(state)((k, _copied(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_copied, state)] if isinstance(state, list) else state
-
-def _on_cpu(state):
-    if torch.is_tensor(state): return state.cpu()
-    return type(state)((k, _on_cpu(v)) for k, v in state.items()) if isinstance(state, dict) else [*map(_on_cpu, state)] if isinstance(state, list) else state
+def _each(fn, state): # every tensor of a state through `fn`
+    if torch.is_tensor(state): return fn(state)
+    return type(state)((k, _each(fn, v)) for k, v in state.items()) if isinstance(state, dict) else [_each(fn, v) for v in state] if isinstance(state, list) else state
 
 def _store(runs, clock, states, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
-    for run, state, so_far in zip(runs, _on_cpu(states), losses.cpu()):
+    for run, state, so_far in zip(runs, _each(torch.Tensor.cpu, states), losses.cpu()):
         if t := state["step"]: check_finite("loss", so_far[-1], run.p, t - 1)
         if t in clock.snapshots: write_stored(run.path, "snapshot", t, state["model"])
         save_checkpoint(run, state, so_far.clone())

@@ -15,7 +15,7 @@ def need(what: str, lacking: str) -> None:
     "Skip, because this machine lacks something; fail instead where CL_NSCL_REQUIRE=slurm,... says that it must be there."
     if not lacking: return
     if what in os.environ.get("CL_NSCL_REQUIRE", "").split(","): pytest.fail(f"{what} is required here: {lacking}")
-    pytest.skip(lacking)
+    pytest.skip(lacking, allow_module_level=True)
 
 
 @pytest.fixture

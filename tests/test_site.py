@@ -14,16 +14,11 @@ SHOTS = ROOT/"build/screenshots"
 sys.path[:0] = [str(ROOT/"tools"), str(ROOT/"tests")]
 import docs
 from browser import DESKTOP, PHONE, Browser, chromium
+from conftest import need
 
 pytestmark = pytest.mark.xdist_group("site")
 MAIN = ["nbs/index.html", "nbs/learn/idea.html", "nbs/11_losses.html", "nbs/howto/objective.html", "results/index.html", "results/digits/01_alignment.html",
         "reference/losses.html", "nbs/architecture.html"]
-
-
-def missing(what, part="browser"):
-    "Skip, or fail where the machine was promised to have it."
-    if part in os.environ.get("CL_NSCL_REQUIRE", "").split(","): pytest.fail(f"{what} is required here and missing")
-    pytest.skip(f"{what} is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +43,7 @@ def url(site):
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    if not chromium(): missing("chromium")
+    need("browser", "" if chromium() else "Chromium is not installed")
     b = Browser(tmp_path_factory.mktemp("chromium"))
     yield b
     b.close()
@@ -213,7 +208,7 @@ def test_the_slider_of_the_idea_moves_the_chart(browser, url):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_axe_finds_no_serious_fault(browser, url, dark):
     axe = next((p for p in (ROOT/"build/node_modules/axe-core/axe.min.js", ROOT/"node_modules/axe-core/axe.min.js") if p.exists()), None)
-    if axe is None: missing("axe-core", "axe")
+    need("axe", "" if axe else "axe-core is not in build/node_modules")
     wrong = []
     for page in MAIN if not dark else MAIN[:2]:
         for size in (DESKTOP, PHONE) if not dark else (DESKTOP,):

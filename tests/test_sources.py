@@ -1,5 +1,5 @@
 "Sources: every real format on the disk, small, through the code that users run; what is missing, damaged or mistaken is said in one line."
-import io, json, os, pickle, socket, subprocess, sys
+import importlib.util, io, json, os, pickle, socket, subprocess, sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np, pytest, torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
+from conftest import need
 from cl_nscl import sources
 from cl_nscl.core import Params, UserError, run_id
 from cl_nscl.data import MissingData, Split, Stream, data_record, fingerprint, load_dataset, open_source
@@ -18,10 +19,8 @@ from cl_nscl.twins import Twins, dataset_of, features, train, twin_batch
 from cl_nscl.views import eval_view, split_views, uniforms, view_boxes, view_spec
 
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-try: import datasets
-except ImportError:
-    if "hub" in os.environ.get("CL_NSCL_REQUIRE", "").split(","): raise
-    pytest.skip("the extra hub is not installed", allow_module_level=True)
+need("hub", "" if importlib.util.find_spec("datasets") else "the extra hub is not installed")
+import datasets
 torch.set_num_threads(1)
 pixels = lambda seed, w=12, h=10: np.random.RandomState(seed).randint(0, 256, (h, w, 3), dtype=np.uint8)
 
