@@ -1,5 +1,5 @@
 """One thread per test process: the numbers then do not depend on the machine's number of cores."""
-import os
+import os, signal
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1" # of every process that a test starts, too
@@ -9,6 +9,8 @@ import pytest, torch
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 torch.set_num_threads(1)
+# Under nohup or behind an & a shell ignores SIGINT, and every child inherits that: the tests of an interrupt need it back.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def need(what: str, lacking: str) -> None:

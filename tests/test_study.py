@@ -116,7 +116,7 @@ def test_interrupted_study_resumes_without_retraining(tmp_path):
         if len([*tmp_path.rglob("snapshot-*")]) >= 6 or process.poll() is not None: break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and "continues where it stopped" in process.stderr.read()
+    assert process.wait(60) == 130 and "goes on from the last checkpoints" in process.stderr.read()
     done = call(*args, cwd=tmp_path)
     assert done.returncode == 0 and "2 of 2 runs trained" in done.stdout, done.stdout + done.stderr
     assert all(json.loads(p.read_text())["first_step"] > 0 for p in tmp_path.rglob("done.json"))
