@@ -8,7 +8,7 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
            'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'looked_at', 'tasks', 'estimate',
            'operations', 'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed',
-           'check_failures', 'train_plan', 'jobs_of', 'point_rows']
+           'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
 
 # %% ../nbs/45_plan.ipynb #235bf417
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
@@ -29,7 +29,7 @@ from .optim import LR_RULES, OPTIMIZERS
 from .store import CannotWrite, Run, mark_failed, stored_files, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #626531b2
+# %% ../nbs/45_plan.ipynb #2180ee97
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -47,7 +47,7 @@ class Study(Params):
     compare: tuple[str, ...] = par((), "other data sets whose results the last notebook shows beside this one", named=False)
     out: str = par("results", "folder of the results; a folder for each data set is made in it", named=False)
     runs: str = par("runs", "folder of the runs", named=False)
-    jobs: int = par(0, "training processes; 0: one for each core (one on a GPU)", lo=0, named=False)
+    jobs: int = par(0, "training processes; 0: one for each core, or for each GPU", lo=0, named=False)
     threads: int = par(1, "threads of each training process; another number changes the last bits of a result", lo=1, named=False)
     device: str = par("auto", "where to train: auto, cpu, cuda or cuda:<n>", named=False)
     cell_minutes: float = par(120.0, "longest time of one cell of a notebook, then it counts as failed; 0: no limit", lo=0, named=False)
@@ -505,10 +505,10 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #7edbfab1
+# %% ../nbs/45_plan.ipynb #dedf411c
 def train_plan(
     runs: list[Run], # Those that are done are skipped
-    jobs: int = 0, # Training processes; 0: one for each core, or one on a GPU
+    jobs: int = 0, # Training processes; 0: one for each core, or for each GPU
     device: str = "cpu",
     threads: int = 1, # Of each process
 ) -> int: # How many runs were trained
@@ -532,11 +532,18 @@ def jobs_of(
     jobs: int, # Asked for; 0: choose
     device: str, # cpu, cuda or cuda:<n>
 ) -> int: # At least 1
-    "How many training processes: one for each core that this process may use, or one on a GPU."
-    return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else 1)
+    "How many training processes: one for each core that this process may use, or one for each GPU that it may use."
+    return jobs or (len(os.sched_getaffinity(0)) if device == "cpu" else torch.cuda.device_count() if device == "cuda" else 1)
 
-# %% ../nbs/45_plan.ipynb #d4207276
-def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each failure
+def device_for(
+    job: int, # Number of a training process, from 0
+    device: str, # cpu, cuda or cuda:<n>
+) -> str: # cuda becomes cuda:<n>: the processes take the GPUs in turn
+    "Where a training process computes."
+    return f"cuda:{job % torch.cuda.device_count()}" if device == "cuda" else device
+
+# %% ../nbs/45_plan.ipynb #7cc596dd
+def _run_tasks(todo, jobs, asked, threads, progress): # -> one line for each failure
     left, failures, live, stop = queue.SimpleQueue(), [], set(), threading.Event()
     for runs in todo: left.put(runs)
     def start():
@@ -545,8 +552,8 @@ def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each fa
                                        env=os.environ | {"OMP_NUM_THREADS": str(threads)}))
         p.early = early
         return p
-    def work():
-        process = start()
+    def work(job):
+        process, device = start(), device_for(job, asked)
         while not (left.empty() or stop.is_set()):
             try: runs = left.get_nowait()
             except queue.Empty: break
@@ -557,7 +564,7 @@ def _run_tasks(todo, jobs, device, threads, progress): # -> one line for each fa
         process.wait()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
-            for done in [pool.submit(work) for _ in range(jobs)]: done.result()
+            for done in [pool.submit(work, job) for job in range(jobs)]: done.result()
         except BaseException: # interrupted: no process outlives its plan
             stop.set()
             for p in live: p.kill()

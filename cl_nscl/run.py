@@ -6,8 +6,8 @@
 __all__ = ['GPU_RATE', 'NotebookFailed', 'check_notebook', 'withdraw', 'execute', 'made_from', 'make', 'make_all', 'made_for',
            'collect', 'train_here', 'Incomplete', 'reproduce', 'forecast', 'Notebooks', 'detach', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #c1c88322
-import argparse, concurrent.futures, contextlib, hashlib, json, math, os, sys, tempfile, time
+# %% ../nbs/50_run.ipynb #3e2885b8
+import argparse, concurrent.futures, contextlib, dataclasses, hashlib, json, math, os, sys, tempfile, time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -279,16 +279,17 @@ def _differs(s, r, shown=("objective", "seed")): # what distinguishes a run from
     said = lambda k, v: f"{len(v)} {k}" if isinstance(v, tuple) and len(v) > 10 else f"{k} {','.join(map(str, v)) if isinstance(v, tuple) else v}"
     return "  ".join(said(k, v) for k, v in own.items()) # "100 classes", not 100 numbers
 
-# %% ../nbs/50_run.ipynb #2e2b70d3
+# %% ../nbs/50_run.ipynb #bd3e7d2d
 def _where(args): # the cluster that was asked for; `None`: this machine
-    given = [f"--{k}" for k in ("partition", "gpus", "time", "cpus", "sbatch", "detach") if getattr(args, k)]
+    given = [f"--{k}" for k in ("partition", "gpus", "nodes", "processes", "time", "cpus", "sbatch", "detach") if getattr(args, k)]
     if args.cluster == "local":
         if given: raise UserError(f"{given[0]}: only with --cluster slurm")
         return None
-    if args.gpus not in (None, 0, 1): raise UserError(f"--gpus {args.gpus}: the twins of a job share one GPU; give 0 or 1, and use torchrun for one run on several")
+    for k, low in (("gpus", 0), ("nodes", 1), ("processes", 1), ("cpus", 1)):
+        if (v := getattr(args, k)) is not None and v < low: raise UserError(f"--{k} {v}: must be {low} or more")
     options = dict(o.partition("=")[::2] for o in args.sbatch)
     if bad := [o for o in args.sbatch if not all(o.partition("="))]: raise UserError(f"--sbatch {bad[0]}: must be option=value, such as account=mine")
-    return cluster.Slurm(args.partition or "", args.gpus or 0, cluster.minutes_of(args.time or "8h"), args.cpus or 1, options)
+    return cluster.Slurm(args.partition or "", args.gpus or 0, args.processes or max(1, args.gpus or 0), args.nodes or 1, cluster.minutes_of(args.time or "8h"), args.cpus or 1, options)
 
 class Notebooks:
     "The last job of a study: everything but the training."
@@ -310,7 +311,7 @@ def detach(
     ids = cluster.submit(runs, where, s.device, s.threads) if runs else []
     jobs, name = cluster.alive(), f"nscl-{s.dataset}-results-{hashlib.sha256(json.dumps([values, experiments, os.getcwd()]).encode()).hexdigest()[:12]}"
     after = {j.id for r in runs if not r.done and (j := jobs.get(cluster.job_of(r).get("job")) or jobs.get(cluster.job_name(r)))}
-    last = jobs[name].id if name in jobs else cluster.submit_job(Notebooks(values, experiments), name, Path(s.runs), where, tuple(sorted(after)))
+    last = jobs[name].id if name in jobs else cluster.submit_job(Notebooks(values, experiments), name, Path(s.runs), dataclasses.replace(where, gpus=min(1, where.gpus), processes=1, nodes=1), tuple(sorted(after)))
     print(f"{len(ids)} new jobs of {len(after)}{': ' + ', '.join(ids) if ids else ''}; job {last} executes the notebooks after them\nhow far they are: cl-nscl status with the same data set, presets and settings")
 
 # %% ../nbs/50_run.ipynb #4f1a0ab6
@@ -335,13 +336,15 @@ def _params(args):
     s = study(layered(*args.name))
     for f in STUDY_FIELDS: print(f"{f.name:<14} {str(getattr(s, f.name)):<12} {f.metadata['doc']}")
 
-# %% ../nbs/50_run.ipynb #fe0fec62
+# %% ../nbs/50_run.ipynb #e7c94fae
 def _add_cluster(c):
     c = c.add_argument_group("on a cluster")
     c.add_argument("--cluster", choices=("local", "slurm"), default="local", help="where the runs are trained; local: in processes of this machine")
     c.add_argument("--partition", metavar="NAME", help="Slurm's partition; its default if not given")
-    c.add_argument("--gpus", type=int, metavar="N", help="GPUs of a job, 0 or 1")
-    c.add_argument("--cpus", type=int, metavar="N", help="CPUs of a job")
+    c.add_argument("--gpus", type=int, metavar="N", help="GPUs of a job (on each node); with several each run is trained by as many processes together")
+    c.add_argument("--nodes", type=int, metavar="N", help="nodes of a job (1 if not given)")
+    c.add_argument("--processes", type=int, metavar="N", help="processes of a job on each node (if not given: one for each GPU, or one)")
+    c.add_argument("--cpus", type=int, metavar="N", help="CPUs of each process (1 if not given)")
     c.add_argument("--time", metavar="LENGTH", help="time limit of a job, such as 90m, 8h or 2d (8h if not given); a longer run is continued")
     c.add_argument("--sbatch", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of sbatch, such as account=mine mem=32G")
     c.add_argument("--detach", action="store_true", help="submit and return; `cl-nscl status` tells the rest")
@@ -363,7 +366,7 @@ def parser() -> argparse.ArgumentParser:
         c.add_argument("--seeds", type=int, metavar="N", help="short for --set seeds=N")
         return c
     c = add_study(_reproduce)
-    c.add_argument("--jobs", type=int, metavar="N", help="short for --set jobs=N: training processes; 0: one for each core")
+    c.add_argument("--jobs", type=int, metavar="N", help="short for --set jobs=N: training processes; 0: one for each core, or for each GPU")
     c.add_argument("--dry-run", action="store_true", help="list the runs, say which exist and how long the others will take; train nothing")
     _add_cluster(c)
     add_study(_status)

@@ -95,6 +95,28 @@ def test_a_job_that_is_killed_and_requeued_continues_from_its_checkpoint(slurm, 
     assert [f.name for f in through.snapshots.values()] == [f.name for f in run.snapshots.values()]
 
 
+def test_a_job_of_two_processes_that_is_pre_empted_goes_on_where_both_stopped(slurm, tmp_path):
+    "Both processes get the signal, at different moments; the end is that of an undisturbed job of two, to the last bit."
+    where = cluster.Slurm(processes=2, minutes=10)
+    (tmp_path/"through").mkdir()
+    run, through = slow_run(tmp_path, 0.3, B=26), slow_run(tmp_path/"through", 0, B=26)
+    job, = cluster.submit([run], where)
+    until(lambda: max(stored_files(run.path, "checkpoint"), default=0) >= 8)
+    assert slurm.call("scancel", "--signal=USR2", f"{job}.0").returncode == 0
+    cluster.submit([through], where)
+    until(lambda: run.done and through.done, 120)
+    end = json.loads((run.path/"done.json").read_text())
+    assert end["world"] == 2 and end["first_step"] % cluster.ASK == 0 < end["first_step"], end
+    assert json.loads((through.path/"done.json").read_text())["first_step"] == 0
+    assert [f.name for f in through.snapshots.values()] == [f.name for f in run.snapshots.values()]
+
+
+def test_a_job_of_two_processes_fails_as_one(slurm, tmp_path):
+    odd, bad = runs_of(tmp_path/"odd", B=25)[0], stored_run(dataclasses.replace(P, B=26, lr=1e30, clip=0.), tmp_path/"runs")
+    with pytest.raises(UserError, match="B = 25 images cannot be shared by 2 processes"): cluster.submit([odd], cluster.Slurm(processes=2))
+    with pytest.raises(Failed, match=r"1 of 1 groups of runs failed[\s\S]*cl \(seed 0\): Diverged"): cluster.train_on_slurm([bad], cluster.Slurm(processes=2, minutes=10), poll=1)
+
+
 def test_lost_jobs_are_submitted_again_and_failed_ones_are_reported(slurm, tmp_path, capsys):
     "One job is cancelled from outside while the command waits; another diverges."
     lost, bad = slow_run(tmp_path, 0.2), stored_run(dataclasses.replace(P, lr=1e30, clip=0.), tmp_path/"runs")
