@@ -369,7 +369,7 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
     with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
     from_main(lambda: _finish(runs, end, twins.skipped, twins.clock))
 
-# %% ../nbs/20_store.ipynb #1aee6d62
+# %% ../nbs/20_store.ipynb #18ad3a4c
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
     if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
@@ -380,9 +380,9 @@ def _prepare(runs, states, losses, first, clock, record): # the data are those t
         _forget(run, first, state["snapshots"] if first else [])
         if first: _write_history(run, so_far, clock)
 
-def _forget(run, first, snapshots): # also snapshots that the checkpoint does not know
+def _forget(run, first, snapshots): # also snapshots that the checkpoint does not know; checkpoints first, so that none ever lacks its snapshot
     for t, f in stored_files(run.path, "checkpoint").items():
-        if t > first: f.unlink()
+        if t > first or not first: f.unlink()
     for f in run.path.glob("snapshot-*.safetensors"):
         if f.name not in snapshots: f.unlink()
 

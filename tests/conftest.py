@@ -20,5 +20,13 @@ def need(what: str, lacking: str) -> None:
     pytest.skip(lacking, allow_module_level=True)
 
 
+def pytest_collection_modifyitems(items):
+    "Tests that share what a module made run in one process, or each process would make it; such groups come first, since they are long."
+    for item in items:
+        made = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs if d.scope in ("module", "session") and d.baseid.endswith(".py")]
+        if made and not item.get_closest_marker("xdist_group"): item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    items.sort(key=lambda item: not item.get_closest_marker("xdist_group"))
+
+
 @pytest.fixture
 def root(): return ROOT

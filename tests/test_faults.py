@@ -220,7 +220,7 @@ def test_a_full_disk_is_one_message_and_the_same_call_continues(tmp_path, throug
 def test_a_file_that_may_not_grow_is_named(tmp_path):
     "RLIMIT_FSIZE: as a quota or a full disk, where nothing can be mounted."
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\nfrom test_faults import *\ntrain_runs(twins(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path/"runs"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{ROOT}/tests{os.pathsep}{ROOT}"})
+    done = subprocess.run([sys.executable, "-B", "-c", code, tmp_path/"runs"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{ROOT}/tests{os.pathsep}{ROOT}"})
     assert "CannotWrite: cannot write" in done.stderr.splitlines()[-1] and "File too large" in done.stderr.splitlines()[-1]
     assert not [*tmp_path.rglob(".*.tmp")] and not [*tmp_path.rglob("done.json")]
 
