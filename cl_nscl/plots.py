@@ -18,12 +18,13 @@ from scipy.stats import t as student
 
 from .losses import OBJECTIVES
 
-# %% ../nbs/40_plots.ipynb #f161c753
+# %% ../nbs/40_plots.ipynb #ac9eeba7
 COLOURS = {"cl": "#000000", "nscl": "#0072B2", "scl": "#D55E00", "ce": "#009E73", "ntxent": "#CC79A7"}
 DASHES = {"cl": [1, 0], "nscl": [9, 2], "scl": [5, 3], "ce": [2, 2], "ntxent": [9, 2, 2, 2]}
 SHAPES = {"cl": "circle", "nscl": "square", "scl": "triangle-up", "ce": "diamond", "ntxent": "cross"}
 SPARES = [("#E69F00", [1, 0], "triangle-down"), ("#56B4E9", [6, 2], "triangle-right"), ("#882255", [3, 3], "triangle-left"),
-    ("#777777", [8, 2, 1, 2], "wedge"), ("#44AA99", [1, 2], "circle"), ("#AA4499", [4, 1, 1, 1], "square"), ("#999933", [7, 4], "diamond")]
+    ("#777777", [8, 2, 1, 2], "cross"), ("#44AA99", [1, 2], "circle"), ("#AA4499", [4, 1, 1, 1], "square"), ("#999933", [7, 4], "diamond"),
+    ("#6A51A3", [1, 0], "triangle-up"), ("#CC6677", [6, 2, 2, 2], "circle"), ("#117733", [4, 4], "square"), ("#A6611A", [10, 3], "triangle-down"), ("#4393C3", [2, 4], "diamond")]
 TITLES = {
     "cka": "CKA", "cka_debiased": "CKA, debiased", "cka_linear": "CKA of raw features",
     "rsa": "RSA", "weight_gap": "relative weight gap", "drift": "drift, Frobenius norm",
@@ -40,11 +41,13 @@ def title(
     if "-" in name: return " to ".join(title(n) for n in name.split("-"))
     return name.replace("_", " ")
 
-# %% ../nbs/40_plots.ipynb #27488d2f
+# %% ../nbs/40_plots.ipynb #9e731f6a
 def styles(
     names: list[str], # Objectives, pairs, or anything else that tells lines apart
+    among: list[str] = (), # Every name that this chart or one beside it may have: each keeps one style
 ) -> dict[str, tuple[str, list, str]]: # name -> (colour, dash, shape), all different
     "A style for each name: its objective's own, or a spare one."
+    wanted, names = names, list(dict.fromkeys([*among, *names]))
     known = {o: (COLOURS[o], DASHES[o], SHAPES[o]) for o in COLOURS} | dict(zip([o for o in OBJECTIVES if o not in COLOURS], SPARES))
     out, own = {}, {name: known.get(str(name).split("-")[-1]) for name in names}
     spare = (s for s in SPARES if s not in own.values())
@@ -52,7 +55,7 @@ def styles(
         try: out[name] = own[name] if own[name] and own[name] not in out.values() else next(spare)
         except StopIteration:
             raise ValueError(f"{len(names)} lines in one chart: at most {len(out)} can be told apart; filter the frame") from None
-    return out
+    return {name: out[name] for name in wanted}
 
 # %% ../nbs/40_plots.ipynb #5d27d94c
 def mark_bad(
@@ -105,22 +108,27 @@ def thin(
     first_bad = df[df.bad != ""].sort_values(x).drop_duplicates(series).index
     return df[df[x].isin({*xs[::k], xs[-1]}) | df.index.isin(first_bad)], k
 
-# %% ../nbs/40_plots.ipynb #33021118
-def _encodings(names, series, marked):
-    "Colour, dash and shape with one shared legend: of points where they are drawn, else of lines."
-    st, labels = styles(names), [title(str(n)) for n in names]
-    look = dict(symbolSize=70, symbolStrokeWidth=0) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
-    legend = alt.Legend(title=title(series), orient="bottom", symbolOpacity=1, **look)
-    scale = lambda i: alt.Scale(domain=labels, range=[st[n][i] for n in names])
-    return (alt.Color("label:N", scale=scale(0), legend=legend), alt.StrokeDash("label:N", scale=scale(1), legend=legend),
-        alt.Shape("label:N", scale=scale(2), legend=legend))
+# %% ../nbs/40_plots.ipynb #abef1fbd
+_KEYS = {name: "M-2.3,0H2.3" + path for name, path in { # a point's path in [-1, 1], with a line that is only seen where strokes are: in the legend
+    "circle": "M-.9,0A.9,.9,0,0,0,.9,0A.9,.9,0,0,0,-.9,0Z", "square": "M-.8,-.8H.8V.8H-.8Z", "diamond": "M0,-1.15L.9,0L0,1.15L-.9,0Z",
+    "cross": "M-1,-.35H-.35V-1H.35V-.35H1V.35H.35V1H-.35V.35H-1Z", "triangle-up": "M0,-1L1,.8H-1Z", "triangle-down": "M0,1L1,-.8H-1Z",
+    "triangle-right": "M1,0L-.8,1V-1Z", "triangle-left": "M-1,0L.8,1V-1Z"}.items()}
 
-# %% ../nbs/40_plots.ipynb #b6f13def
-def _bad_layers(df, x, names, series, height):
+def _encodings(st, series, marked):
+    "Colour, dash and shape with one shared legend: of lines, with their points where these are drawn."
+    labels = [title(str(n)) for n in st]
+    look = dict(symbolSize=80, symbolStrokeWidth=1.5, symbolOffset=8, labelOffset=14) if marked else dict(symbolSize=300, symbolType="stroke", symbolStrokeWidth=2)
+    legend = alt.Legend(title=title(series), orient="bottom", columns=4, symbolOpacity=1, **look)
+    scale = lambda looks: alt.Scale(domain=labels, range=looks)
+    colours, dashes, shapes = zip(*st.values())
+    return (alt.Color("label:N", scale=scale(colours), legend=legend), alt.StrokeDash("label:N", scale=scale(dashes), legend=legend),
+        alt.Shape("label:N", scale=scale([_KEYS[s] for s in shapes]), legend=legend))
+
+# %% ../nbs/40_plots.ipynb #a14ee98e
+def _bad_layers(df, x, st, series, height):
     "The name of each value that cannot be drawn, at the edge where it left the panel."
-    st, layers = styles(names), []
-    bad = df[df.bad != ""]
-    lanes = [n for n in names if n in set(bad[series])]
+    bad, layers = df[df.bad != ""], []
+    lanes = [n for n in st if n in set(bad[series])]
     for (name, what), d in bad.groupby([series, "bad"], sort=False):
         i = lanes.index(name)
         y = 8 + 11 * i if what == "+inf" else height - 8 - 11 * i
@@ -128,7 +136,7 @@ def _bad_layers(df, x, names, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #b037a852
+# %% ../nbs/40_plots.ipynb #b1372f66
 _LABEL = "format(datum.value, ',~r')" # as an axis format, Vega would round 25 to 30 between far ticks
 
 def panel(
@@ -143,6 +151,7 @@ def panel(
     log_x: bool = False, # A logarithmic horizontal axis?
     log_y: bool = False, # A logarithmic vertical axis?
     band: bool = True, # Intervals as a band; else as bars
+    among: list[str] = (), # As in `styles`
     width: int = 220, # Pixels
     height: int = 150, # Pixels
 ) -> alt.LayerChart:
@@ -154,7 +163,8 @@ def panel(
     Y = lambda field: alt.Y(f"{field}:Q", title=y_title, axis=alt.Axis(labelExpr="format(datum.value, '.0e')" if log_y else _LABEL, tickCount=5),
         scale=alt.Scale(type=kind[log_y], domain=list(domain), nice=not log_y))
     marked = df[x].nunique() <= 40
-    colour, dash, shape = _encodings(names, series, marked)
+    st = styles(names, among)
+    colour, dash, shape = _encodings(st, series, marked)
     df = df.assign(label=[title(str(n)) for n in df[series]])
     base = alt.Chart(df).encode(x=X, color=colour)
     ends = base.transform_filter("isValid(datum.low)")
@@ -163,7 +173,7 @@ def panel(
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
     layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
     if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
-    layers += _bad_layers(df, x, names, series, height)
+    layers += _bad_layers(df, x, st, series, height)
     return alt.layer(*layers).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
 
 # %% ../nbs/40_plots.ipynb #98333537
@@ -191,7 +201,7 @@ def _domain(df, metric, log):
     if log: return 10 ** math.floor(math.log10(v.min())), 10 ** math.ceil(math.log10(v.max()) + 1e-9)
     return min(0, v.min()), 1.0 if metric.startswith(("cka", "rsa")) and v.max() <= 1.1 else max(v.max(), 1e-12) * 1.05
 
-# %% ../nbs/40_plots.ipynb #7fefd4f8
+# %% ../nbs/40_plots.ipynb #0307a04a
 def trend_chart(
     df: pd.DataFrame, # Tidy
     x: str, # The horizontal axis: a numeric column, such as `C`, `tau` or `B`
@@ -201,6 +211,7 @@ def trend_chart(
     log_x: bool = False, # A logarithmic horizontal axis?
     log_y: bool = False, # A logarithmic vertical axis?
     band: bool = False, # Intervals as a band; else as bars
+    among: list[str] = (), # Every name that `series` has here or in a chart beside this one: each keeps one style
 ) -> alt.VConcatChart: # Columns: metrics; rows: splits
     "Values against `x`, with an interval at each point, a panel for each metric and split."
     df = df.assign(split=df["split"].fillna("") if "split" in df else "", metric=df["metric"] if "metric" in df else "value")
@@ -217,7 +228,7 @@ def trend_chart(
             part, k = thin(part, x, series)
             if k > 1: notes.add(f"drawn: 1 {title(x)} in {k}, and the last")
             panels.append(panel(part, x, series, names, title(m), domain=_domain(whole, m, log_y), heading=title(split),
-                log_x=log_x, log_y=log_y, band=band))
+                log_x=log_x, log_y=log_y, band=band, among=among))
         rows.append(alt.hconcat(*panels, spacing=16))
     ends = df.sort_values(x).drop_duplicates([series, "metric", "split"], keep="last")
     said = [[title(str(r[series])), r["split"], title(r["metric"]), f"{r['value']:.3g}"] for r in ends.head(12).to_dict("records")]

@@ -154,3 +154,22 @@ def test_plots_import_nothing_that_trains():
     import ast, inspect
     names = [getattr(n, "module", None) or n.names[0].name for n in ast.walk(ast.parse(inspect.getsource(plots))) if isinstance(n, (ast.Import, ast.ImportFrom))]
     assert not any(n.startswith(("cl_nscl", "torch")) for n in names)
+
+
+def test_a_legend_shows_the_line_with_its_dash_and_a_point_large_enough_to_see():
+    "A wedge was an invisible speck; a key without its dash is unreadable in grey."
+    spec = trend_chart(tidy(epochs=(2, 4, 8), metrics=("cka",)).assign(pair=lambda f: f.pair.map(dict(zip(PAIRS, "abc")))).rename(columns={"epoch": "C"}), "C", "Classes").to_dict()
+    legends = [l for l in walk(spec, "legend") if l]
+    assert legends and all(l["symbolStrokeWidth"] > 1 and l["symbolSize"] >= 70 and l["orient"] == "bottom" and l["columns"] <= 4 for l in legends)
+    assert "wedge" not in str(plots.SPARES) and {s for _, _, s in plots.SPARES} | set(plots.SHAPES.values()) <= set(plots._KEYS)
+    looks = [s for s in [*((COLOURS[o], plots.DASHES[o], plots.SHAPES[o]) for o in COLOURS), *plots.SPARES]]
+    assert len({c for c, _, _ in looks}) == len({str(s) for s in looks}) == len(looks)
+
+
+def test_charts_that_name_all_of_one_list_agree_on_each_style():
+    every = ["measured", "ours", "paper"]
+    df = tidy(epochs=(2, 4, 8), metrics=("cka",), splits=("test",)).rename(columns={"epoch": "C"})
+    colour = lambda names: dict(zip(*(next(c["scale"] for c in walk(trend_chart(df[df.pair.isin(names)].assign(pair=lambda f: f.pair.map(names)), "C", "x", among=every).to_dict(), "color")
+                                           if isinstance(c, dict) and "scale" in c)[k] for k in ("domain", "range"))))
+    one, two = colour({"cl-nscl": "measured", "cl-ce": "paper"}), colour({"cl-ce": "paper", "cl-scl": "ours"})
+    assert set(one) == {"measured", "paper"} and one["paper"] == two["paper"] != two["ours"]
