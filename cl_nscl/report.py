@@ -7,7 +7,7 @@ __all__ = ['KINDS', 'mean_interval', 'number', 'final_table', 'verdict', 'slopes
            'findings', 'claims_table', 'multiplicity', 'sweep_table', 'paper_table1', 'Results', 'markdown',
            'claims_markdown', 'save_results', 'load_results', 'summary_html']
 
-# %% ../nbs/41_report.ipynb #3ea9c4c7
+# %% ../nbs/41_report.ipynb #9b82ee59
 import html, json, math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import altair as alt, numpy as np, pandas as pd
 from PIL import Image
 from scipy import stats
 
-from .plots import over_seeds, save_chart
+from .plots import over_seeds, save_chart, title
 from .store import write_atomic
 
 # %% ../nbs/41_report.ipynb #4e18888e
@@ -43,13 +43,14 @@ def number(
     text = show(value) + ("" if math.isnan(low) else f" [{show(low)}, {show(high)}]")
     return f"{text} ({bad})" if bad else text
 
-# %% ../nbs/41_report.ipynb #34156d0d
+# %% ../nbs/41_report.ipynb #cbc4f8d8
 def final_table(
     df: pd.DataFrame, # Tidy rows with a column `seed`
 ) -> pd.DataFrame: # One row for each pair, one column for each split and metric, as text
     "The last epoch, mean and interval over seeds."
     last = over_seeds(df[df.epoch == df.epoch.max()], ["split", "metric", "pair"])
-    last = last.assign(text=[number(r.value, r.low, r.high, r.bad) for r in last.itertuples()], column=last.split + " " + last.metric)
+    names = [title(r.metric) if r.split == "weights" else f"{r.split} {title(r.metric)}" for r in last.itertuples()]
+    last = last.assign(text=[number(r.value, r.low, r.high, r.bad) for r in last.itertuples()], column=names, pair=last.pair.map(title))
     return last.pivot(index="pair", columns="column", values="text").reindex(index=last.pair.unique(), columns=last.column.unique()).rename_axis(columns=None)
 
 # %% ../nbs/41_report.ipynb #69a49e47
@@ -146,7 +147,7 @@ def multiplicity(
     decided = sum(c["verdict"] in ("confirmed", "not confirmed") for c in tested)
     return f"Of {len(tested)} findings about a difference or a trend, {decided} are decided, each at 95 %; if there were no difference and no trend anywhere, chance alone would decide about {0.05 * len(tested):.1f}."
 
-# %% ../nbs/41_report.ipynb #de341eae
+# %% ../nbs/41_report.ipynb #81bbc6d2
 def sweep_table(
     df: pd.DataFrame, # Tidy rows with a column `seed`
     keys: list[str], # The columns that make a row
@@ -154,10 +155,11 @@ def sweep_table(
 ) -> pd.DataFrame: # Text: means and intervals
     "Mean and interval over seeds of each point, metrics side by side."
     points = over_seeds(df, [*keys, *columns])
-    points = points.assign(text=[number(r.value, r.low, r.high, r.bad) for r in points.itertuples()], column=points[columns].agg(" ".join, axis=1))
+    names = points[columns].apply(lambda r: " ".join(title(v) for v in r), axis=1)
+    points = points.assign(text=[number(r.value, r.low, r.high, r.bad) for r in points.itertuples()], column=names, **{k: points[k].map(title) for k in keys if k in ("pair", "objective")})
     wide = points.pivot(index=keys, columns="column", values="text")
     order = lambda k: list(dict.fromkeys(map(tuple, points[k].values))) if len(k) > 1 else list(dict.fromkeys(points[k[0]]))
-    return wide.reindex(index=order(keys), columns=list(dict.fromkeys(points.column))).rename_axis(columns=None).reset_index()
+    return wide.reindex(index=order(keys), columns=list(dict.fromkeys(points.column))).rename_axis(columns=None).reset_index().rename(columns={k: title(k) for k in keys})
 
 # %% ../nbs/41_report.ipynb #804eafe2
 _TABLE1 = """cifar10 88.37 90.16 94.47 94.09 94.93 94.67 92.97 93.39
