@@ -35,8 +35,9 @@
     const w = svg.viewBox.baseVal.width || room;
     svg.style.minWidth = (room / w >= least ? Math.min(room, w) : Math.min(w, 0.9 * w)) + "px";
   };
-  // black ink is light on a dark page
-  const inked = (spec) => JSON.parse(JSON.stringify(spec).replace(/"(?:black|#000000)"/g, '"#f0f0f0"').replace(/"#444444"/g, '"#b9c0c8"'));
+  // black ink is light on a dark page, and so are the darker colours of lines
+  const LIGHT = { "black": "#f0f0f0", "#000000": "#f0f0f0", "#444444": "#b9c0c8", "#882255": "#d07fa5", "#AA4499": "#cf7fc3", "#6A51A3": "#a594d6", "#117733": "#5dbe7d", "#A6611A": "#d99a5b" };
+  const inked = (spec) => JSON.parse(JSON.stringify(spec).replace(/"(?:black|#[0-9A-F]{6})"/g, (c) => JSON.stringify(LIGHT[JSON.parse(c)] || JSON.parse(c))));
   const config = (dark, narrow) => {
     const ink = dark ? "#d9dde2" : "#1b1f23", soft = dark ? "#3a4149" : "#d5d9dd";
     return {
