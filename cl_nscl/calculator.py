@@ -52,7 +52,7 @@ def log_drifts(
     if not s.eta_sum: logs["ours, epochs"] = min(logs["ours"], path(math.ceil(s.T / (s.N // s.B))) + math.log(s.N / s.B) / 2)
     return logs
 
-# %% ../nbs/47_calculator.ipynb #7018424b
+# %% ../nbs/47_calculator.ipynb #a0405390
 def calculate(
     s: Setting,
 ) -> pd.DataFrame: # Columns quantity (drift, CKA, RSA), source, value (`inf` beyond a double), log10 (of a drift, else NaN), vacuous, scale
@@ -64,7 +64,7 @@ def calculate(
         bound = corollary1 if source == "paper" else cka_bound
         for quantity, scale, given in (("CKA", s.k_norm or s.N, s.k_norm), ("RSA", math.sqrt(s.N * (s.N - 1)) * (s.sigma_d or 1), s.sigma_d)):
             value = float(bound(_over(log, scale)))
-            rows.append((quantity, source, value, math.nan, value <= 0, "given" if given else "best case"))
+            rows.append((quantity, source, value, math.nan, value <= 0, "given" if given else "best case, no guarantee"))
     return pd.DataFrame(rows, columns=["quantity", "source", "value", "log10", "vacuous", "scale"]).sort_values("quantity", kind="stable", key=lambda q: q.map({"drift": 0, "CKA": 1, "RSA": 2}), ignore_index=True)
 
 def _over(log, scale): return math.exp(min(log - math.log(scale), 700.))
@@ -87,20 +87,34 @@ def prescribe(
               ("B", "at least", B if B <= s.N else math.inf, s.B)]
     return pd.DataFrame([dict(parameter=p, condition=c, needed=float(n), given=float(g), met=bool(g <= n if c == "at most" else g >= n)) for p, c, n, g in needed])
 
-# %% ../nbs/47_calculator.ipynb #59af28cb
+# %% ../nbs/47_calculator.ipynb #192cb33c
 def _number(text): # whole numbers and numbers from the command line; other text is left for `checked` to refuse
     try: return float(text)
     except ValueError: return text
+
+def _origins(s, given): # lines: what was given, what was assumed
+    used = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) and not (f.name == "eta" and s.eta_sum)] # 0 stands for another value
+    name = {True: "given", False: "assumed"}
+    said = {k: [n for n in used if (n in given) == k] for k in (True, False)}
+    lines = [f"{name[k]}: " + ", ".join(f"{n} = {getattr(s, n):.10g}" for n in said[k]) for k in said if said[k]]
+    if said[False]: lines[-1] += " (defaults for the paper's CIFAR-10 run); give " + ", ".join(f"--{n}" for n in said[False])
+    if not s.pi_max: lines.append(f"assumed: balanced classes, pi_max = 1/C = {1 / s.C:.4g}; give --pi-max")
+    if "T" in said[False] and {"N", "B"} & set(given): lines.append(f"note: T = {s.T} steps are {s.T / (s.N // s.B):.4g} epochs of N = {s.N}; for E epochs give --T {s.N // s.B} x E")
+    return lines
+
+def _best_case(s): # lines: which norm a guarantee assumes
+    lines = [] if s.k_norm else [f"CKA: no guarantee, the best case ||K|| = N = {s.N}, reached only by images at two opposite points, half at each. With --k-norm, ||K|| of the CL model as measured or expected, it is one."]
+    return lines + ([] if s.sigma_d else ["RSA: no guarantee, the best case of dissimilarities with standard deviation 1. With --sigma-d, that of the CL model, it is one."])
 
 def _bound(args):
     "what the bounds guarantee for given classes, batch size, temperature and step sizes"
     given = {f.name: _number(v) for f in dataclasses.fields(Setting) if (v := getattr(args, f.name)) is not None}
     s = Setting(**given)
-    unset = [f.name for f in dataclasses.fields(s) if not f.default and not getattr(s, f.name)] # 0 stands for another value there
-    print(", ".join(f"{f.name} = {getattr(s, f.name):g}" for f in dataclasses.fields(s) if f.name not in unset) + "\n")
+    print("\n".join(_origins(s, given)) + "\n")
     table = calculate(s)
     shown = [f"10^{r.log10:.1f}" if r.log10 > 6 else f"{r.value:.4g}" for r in table.itertuples()]
     print(table.assign(value=shown, vacuous=table.vacuous.map({True: "vacuous", False: ""})).drop(columns="log10").rename(columns={"vacuous": "", "value": "bound"}).to_string(index=False))
+    for text in _best_case(s): print(text)
     if args.target_cka is None: return
     target = checked(dataclasses.fields(Target)[0], _number(args.target_cka))
     print(f"\nEach alone guarantees CKA >= {target:g} (inf: no value does):\n{prescribe(s, target).to_string(index=False, float_format='%.6g')}")

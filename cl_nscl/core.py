@@ -90,7 +90,7 @@ class Seen:
     def __post_init__(self):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))
 
-# %% ../nbs/00_core.ipynb #f3396de4
+# %% ../nbs/00_core.ipynb #b0e78e1d
 @dataclass(frozen=True, kw_only=True)
 class Params(Seen):
     "Everything that determines a run. Two runs with equal parameters are the same run."
@@ -119,6 +119,10 @@ class Params(Seen):
     chunk: int = par(0, "images of one forward pass; the gradient is still that of the whole batch, in two passes; 0: the whole batch at once", lo=0, later=True)
     compile: int = par(0, "1: compile the networks with torch.compile", lo=0, hi=1, later=True)
     deterministic: int = par(0, "1: only operations that give the same bits each time, also on a GPU; slower there", lo=0, hi=1, later=True)
+    stream_seed: int = par(-1, "seed of the batches and their views; -1: that of the run", lo=-1, later=True)
+
+    @property
+    def drawn(self): return self.seed if self.stream_seed < 0 else self.stream_seed # seed of its batches and views
 
 # %% ../nbs/00_core.ipynb #dfd1f894
 def _refuse(f, v): 

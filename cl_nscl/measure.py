@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PAIR_METRICS', 'MEASURE_VERSION', 'COLUMNS', 'MEASURES', 'load_model', 'reference', 'snapshot_steps', 'pair_rows',
-           'downstream_rows', 'collapse_rows', 'loss_gap_rows', 'measured', 'alignment']
+           'start_rows', 'downstream_rows', 'collapse_rows', 'loss_gap_rows', 'measured', 'alignment']
 
-# %% ../nbs/26_measure.ipynb #38f4c01d
-import hashlib, json, warnings
+# %% ../nbs/26_measure.ipynb #ee23dc3e
+import functools, hashlib, json, warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def _or_nan(fn, *args): # -> dict(value, note): a metric that refuses its input 
             return dict(value=fn(*args), note="")
     except ValueError as e: return dict(value=float("nan"), note=str(e))
 
-# %% ../nbs/26_measure.ipynb #f2f1a5a3
+# %% ../nbs/26_measure.ipynb #488ac39d
 PAIR_METRICS = ("cka", "cka_debiased", "rsa")
 
 def pair_rows(
@@ -80,14 +80,17 @@ def pair_rows(
 ) -> Iterator[dict]: # Tidy rows
     "CKA (cosine kernel), its debiased form, RSA, and the weight gap of the first run to each other one, at one snapshot."
     models, base = [load_model(r, step, ds, device) for r in runs], runs[0]
-    labels = [_row(base, ds, step, run=f"{base.id}+{r.id}", pair=f"{base.p.objective}-{r.p.objective}") for r in runs[1:]]
+    names = [r.p.objective + "*" * (r.p.drawn != base.p.drawn) for r in runs]
+    labels = [_row(base, ds, step, run=f"{base.id}+{r.id}", pair=f"{names[0]}-{name}") for r, name in zip(runs[1:], names[1:])]
+    yield from _compared(models, names, labels, ds, view_spec(base.p, ds), n_ref)
+
+def _compared(models, names, labels, ds, spec, n_ref): # the first model and each other one, whose rows start with `labels`
     for split in ("train", "test"):
-        part, spec = reference(getattr(ds, split), n_ref), view_spec(base.p, ds)
-        chunks = [*zip(*(features(m, part, spec) for m in models))]
-        for i, r in enumerate(runs[1:], 1):
-            found = _or_nan(_similarities, (base.p.objective, r.p.objective), [(hs[0], hs[i]) for hs in chunks])
+        chunks = [*zip(*(features(m, reference(getattr(ds, split), n_ref), spec) for m in models))]
+        for i, label in enumerate(labels, 1):
+            found = _or_nan(_similarities, (names[0], names[i]), [(hs[0], hs[i]) for hs in chunks])
             values = found["value"] if not found["note"] else dict.fromkeys(PAIR_METRICS, float("nan"))
-            for metric in PAIR_METRICS: yield labels[i - 1] | dict(split=split, metric=metric, value=values[metric], note=found["note"])
+            for metric in PAIR_METRICS: yield label | dict(split=split, metric=metric, value=values[metric], note=found["note"])
     for m, label in zip(models[1:], labels): yield label | dict(split="weights", metric="weight_gap", value=mean_weight_gap(models[0].encoder, m.encoder))
 
 def _similarities(names, chunks): # -> {metric: value} of two models
@@ -95,7 +98,21 @@ def _similarities(names, chunks): # -> {metric: value} of two models
     for hs in chunks: similarity.update(list(hs))
     return similarity.result().pairs(PAIR_METRICS).set_index("metric").value.to_dict()
 
-# %% ../nbs/26_measure.ipynb #a6775c89
+# %% ../nbs/26_measure.ipynb #104c7339
+def start_rows(
+    runs: list[Run], # Twins; the first one is compared with its own start
+    ds: Dataset, # Their data set
+    step: int, # A snapshot step
+    n_ref: int = 0, # Reference images of each split; 0: all
+    device: str = "cpu",
+) -> Iterator[dict]: # Tidy rows
+    "As `pair_rows`, of the first run and its own snapshot at step 0."
+    r = runs[0]
+    names = [r.p.objective, f"{r.p.objective}@0"]
+    label = _row(r, ds, step, run=r.id, pair="-".join(names))
+    yield from _compared([load_model(r, t, ds, device) for t in (step, 0)], names, [label], ds, view_spec(r.p, ds), n_ref)
+
+# %% ../nbs/26_measure.ipynb #bfe1027a
 def _h(model, split, spec): return torch.cat([*features(model, split, spec)]).cpu()
 
 def downstream_rows(
@@ -104,6 +121,7 @@ def downstream_rows(
     step: int, # A snapshot step
     n_ref: int = 0, # Not used: accuracies are of whole splits
     device: str = "cpu",
+    probe: dict = dict(reg=1e-3), # What `fit_linear_probe` is told
 ) -> Iterator[dict]: # Tidy rows
     "NCCC and linear-probe accuracy of each run, in percent."
     for r in runs:
@@ -111,7 +129,7 @@ def downstream_rows(
         h, h_test = _h(model, ds.train, spec), _h(model, ds.test, spec)
         label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="test")
         yield label | dict(metric="nccc") | _or_nan(lambda: 100 * nccc(h, ds.train.y, h_test, ds.test.y))
-        yield label | dict(metric="linear") | _or_nan(lambda: 100 * fit_linear_probe(h, ds.train.y, reg=1e-3).score(h_test, ds.test.y))
+        yield label | dict(metric="linear") | _or_nan(lambda: 100 * fit_linear_probe(h, ds.train.y, **probe).score(h_test, ds.test.y))
 
 # %% ../nbs/26_measure.ipynb #84a569ba
 def collapse_rows(
@@ -160,10 +178,11 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #5fdf740d
+# %% ../nbs/26_measure.ipynb #d332085e
 MEASURE_VERSION = 2 # goes up when the same runs would give other rows
 COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
-MEASURES = {"alignment": pair_rows, "downstream": downstream_rows, "collapse": collapse_rows, "loss_gap": loss_gap_rows}
+MEASURES = {"alignment": pair_rows, "start": start_rows, "downstream": downstream_rows, "downstream_adam": functools.partial(downstream_rows, probe=dict(solver="adam")),
+            "collapse": collapse_rows, "loss_gap": loss_gap_rows}
 
 def measured(
     what: str, # A name in `MEASURES`

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'device_of', 'shipped', 'study_files', 'layered',
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
-           'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
-           'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'looked_at', 'tasks', 'estimate',
-           'operations', 'duration', 'Progress', 'out_of_memory', 'reason', 'train_task', 'Failed', 'failed',
-           'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
+           'downstream_points', 'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide',
+           'fixed_steps', 'class_points', 'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images',
+           'looked_at', 'tasks', 'estimate', 'operations', 'duration', 'Progress', 'out_of_memory', 'reason',
+           'train_task', 'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
 
 # %% ../nbs/45_plan.ipynb #235bf417
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
@@ -29,7 +29,7 @@ from .optim import LR_RULES, OPTIMIZERS
 from .store import CannotWrite, Run, mark_failed, stored_files, stored_run, train_runs
 from .twins import Twins, clock, dataset_of, twin_step
 
-# %% ../nbs/45_plan.ipynb #2180ee97
+# %% ../nbs/45_plan.ipynb #dbe8c836
 @dataclass(frozen=True, kw_only=True)
 class Study(Params):
     "What a study varies and where its files go, besides the parameters of its runs."
@@ -51,6 +51,8 @@ class Study(Params):
     threads: int = par(1, "threads of each training process; another number changes the last bits of a result", lo=1, named=False)
     device: str = par("auto", "where to train: auto, cpu, cuda or cuda:<n>", named=False)
     cell_minutes: float = par(120.0, "longest time of one cell of a notebook, then it counts as failed; 0: no limit", lo=0, named=False)
+    control: int = par(1, "1: train the first objective of 01_alignment once more for each seed, with other batches and views; 0: do not", lo=0, hi=1, named=False)
+    probe: str = par("logistic", "linear probe of 05_downstream: logistic (regression of standardised features) or adam (the layer of the paper, without biases)", choices=("logistic", "adam"), named=False)
 
     @property
     def title(self): # of its data set, for people and for the folder of its results
@@ -177,13 +179,20 @@ def seeds_of(
     "The seeds of a study."
     return range(s.seed, s.seed + s.seeds)
 
-# %% ../nbs/45_plan.ipynb #8e105ad6
+# %% ../nbs/45_plan.ipynb #09b1ea6c
 Point = tuple[dict, list[Params]] # Labels of a point, and its twins
 
 def alignment_points(
     s: Study,
 ) -> list[Point]: # One for each seed
-    "Figures 1 and 2, Table 1: the twins of every seed."
+    "Figures 1 and 2: the twins of every seed, and their control."
+    control = lambda p: [dataclasses.replace(p, stream_seed=10**6 + p.drawn)] if s.control else []
+    return [({}, twins + control(twins[0])) for _, twins in downstream_points(s)]
+
+def downstream_points(
+    s: Study,
+) -> list[Point]: # One for each seed
+    "Table 1: the twins of every seed."
     return [({}, twins_of(s, seed)) for seed in seeds_of(s)]
 
 # %% ../nbs/45_plan.ipynb #0f57fb5a
@@ -276,17 +285,17 @@ def batch_points(
         points.append((dict(B=B, lr_rule=rule, fixed=fixed), _sweep(s, seed, **change)))
     return points
 
-# %% ../nbs/45_plan.ipynb #b05cbbc2
+# %% ../nbs/45_plan.ipynb #7bc67999
 def loss_gap_points(
     s: Study,
 ) -> list[Point]: # Labels: none, or C
     "The loss gap: CL models of the alignment and of the class sweep."
-    return [(labels, twins[:1]) for labels, twins in alignment_points(s) + class_points(s)]
+    return [(labels, twins[:1]) for labels, twins in downstream_points(s) + class_points(s)]
 
-# %% ../nbs/45_plan.ipynb #f3633b6e
+# %% ../nbs/45_plan.ipynb #1b945806
 POINTS: dict[str, Callable[[Study], list[Point]]] = {
     "01_alignment": alignment_points, "02_classes": class_points, "03_temperature": temperature_points, "04_batch_size": batch_points,
-    "05_downstream": alignment_points, "06_collapse": collapse_points, "07_bounds": lambda s: [], "08_loss_gap": loss_gap_points, "99_paper": lambda s: []}
+    "05_downstream": downstream_points, "06_collapse": collapse_points, "07_bounds": lambda s: [], "08_loss_gap": loss_gap_points, "99_paper": lambda s: []}
 READERS = ("99_paper",) # read the results of the others, so they come last
 
 # %% ../nbs/45_plan.ipynb #9be11acf
@@ -340,8 +349,8 @@ def tasks(
         groups = split
     return groups
 
-# %% ../nbs/45_plan.ipynb #41b42b8c
-def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr=1e-9, lr_rule="linear", warmup=0., snapshots=1, seed=0)
+# %% ../nbs/45_plan.ipynb #ea660e57
+def _kind(p): return dataclasses.replace(p, classes=(), n_train=0, tau=1., objective="cl", steps=0, epochs=1, lr=1e-9, lr_rule="linear", warmup=0., snapshots=1, seed=0, stream_seed=-1)
 
 def _shaped(p, B): # a data set of the run's shape with B images of noise
     src = source_of(p)

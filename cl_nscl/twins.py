@@ -139,11 +139,11 @@ def dataset_of(
     same = ("root", "data", "labels", "classes", "n_train", "size", "seed", "stream", "workers")
     return load_dataset(p.dataset, **{k: getattr(p, k) for k in same})
 
-# %% ../nbs/13_twins.ipynb #1d2d3e2c
+# %% ../nbs/13_twins.ipynb #ad9f4531
 def _drawn(twins, epoch): # its order and uniforms, on the host; for images in memory also on the device
     if twins._epoch is None or twins._epoch[0] != epoch:
         p, train = twins.p, twins.ds.train
-        drawn = batches(p.seed, epoch, len(train), p.B), uniforms(p.seed, epoch, len(train), p.K)
+        drawn = batches(p.drawn, epoch, len(train), p.B), uniforms(p.drawn, epoch, len(train), p.K)
         twins._epoch = epoch, *drawn, *(to_device(twins.device, *drawn) if isinstance(train, Split) else drawn)
     return twins._epoch[1:]
 
@@ -158,12 +158,12 @@ def twin_images(
     x = twins.x[mine] if twins.x.device == there.device else to_device(twins.device, twins.x[share(index[k])])[0]
     return x, u[mine], twins.y[there[k]]
 
-# %% ../nbs/13_twins.ipynb #3eaaaf44
+# %% ../nbs/13_twins.ipynb #ede0cc3e
 def twin_batch(
     twins: Twins,
     t: int, # A step
 ) -> tuple[torch.Tensor, torch.Tensor]: # Views float32 [K, B / W, channels, size, size], labels of the whole batch int64 [B]
-    "Views and labels of step `t`, on the twins' device: a function of the seed and `t` alone."
+    "Views and labels of step `t`, on the twins' device: a function of the seed (or `stream_seed`) and `t` alone."
     if isinstance(twins.ds.train, Split):
         x, u, y = twin_images(twins, t)
         return views(x, u, twins.spec), y

@@ -44,6 +44,17 @@ def test_printed_numbers_are_those_of_the_function(capsys):
     assert set(table.scale) == {"given", "at most 2000"}
 
 
+def test_what_nobody_gave_is_said_and_a_best_case_is_no_guarantee(capsys):
+    "A user of ImageNet who gives C, B and tau alone must notice that N and T are CIFAR's."
+    out = run("--C 1000 --B 1024 --tau 0.1", capsys)
+    assert out.splitlines()[:2] == ["given: C = 1000, B = 1024, tau = 0.1", "assumed: N = 50000, T = 57600, eta = 0.6, delta = 0.01 (defaults for the paper's CIFAR-10 run); give --N, --T, --eta, --delta"]
+    assert "pi_max = 1/C = 0.001" in out and "CKA: no guarantee, the best case ||K|| = N = 50000" in out and "--k-norm" in out and "RSA: no guarantee" in out and "note" in out
+    out = run("--N 1281167", capsys)
+    assert "note: T = 57600 steps are 46.04 epochs of N = 1281167; for E epochs give --T 1251 x E" in out
+    out = run("--C 100 --pi-max 0.01 --B 250 --N 1000 --tau 1 --T 400 --eta-sum 100 --delta 0.01 --k-norm 20 --sigma-d 0.2", capsys)
+    assert not any(word in out for word in ("assumed", "guarantee", "best case", "note", "eta = "))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_stay_in_order_and_in_range_at_random_settings(seed):
     g = np.random.default_rng(seed)

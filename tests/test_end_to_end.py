@@ -13,7 +13,7 @@ def call(*argv, cwd, timeout=300):
     return subprocess.run([sys.executable, "-m", *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
-def reproduce(cwd, *more): return call("cl_nscl.run", "reproduce", "digits", "--preset", "smoke", "--experiment", "01_alignment", *more, cwd=cwd)
+def reproduce(cwd, *more): return call("cl_nscl.run", "reproduce", "digits", "--preset", "smoke", "--experiment", "01_alignment", "--set", "control=1", *more, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,10 @@ def test_reproduce_leaves_what_it_says(study):
     folder, out = study
     found = {p.name for p in (folder/"results"/"digits").iterdir()}
     assert FILES <= found, FILES - found
-    assert "4 of 4 runs trained" in out and "results/digits" in out and "cl-nscl" in out
+    assert "5 of 5 runs trained" in out and "results/digits" in out and "cl-nscl" in out
     rows = pd.read_csv(folder/"results/digits/alignment.csv")
     assert list(rows.columns[:6]) == ["run", "epoch", "split", "pair", "metric", "value"]
-    assert rows.value.notna().all() and set(rows.pair) == {"cl-nscl", "cl-scl", "cl-ce"}
+    assert rows.value.notna().all() and set(rows.pair) == {"cl-nscl", "cl-scl", "cl-ce", "cl-cl*", "cl-cl@0"}
     assert set(rows.metric) == {"cka", "cka_debiased", "rsa", "weight_gap"} and set(rows.split) == {"train", "test", "weights"}
     assert not rows.duplicated(["run", "epoch", "split", "pair", "metric"]).any()
 
@@ -55,9 +55,20 @@ def test_charts_hold_the_numbers(study):
 def test_every_number_leads_to_its_run(study):
     folder = study[0]/"results/digits"
     runs = pd.read_csv(folder/"runs.csv").set_index("run")
-    for pair in pd.read_csv(folder/"alignment.csv").run.unique():
-        a, b = pair.split("+")
-        assert runs.loc[a].objective == "cl" and runs.loc[b].objective != "cl" and runs.loc[a].tau == runs.loc[b].tau
+    for _, (name, pair) in pd.read_csv(folder/"alignment.csv")[["run", "pair"]].drop_duplicates().iterrows():
+        a, *others = name.split("+")
+        assert runs.loc[a].objective == "cl" and len(others) == (pair != "cl-cl@0")
+        for b in others: assert runs.loc[b].objective == pair.split("-")[1].strip("*") and (runs.loc[b].stream_seed != -1) == (pair == "cl-cl*") and runs.loc[a].tau == runs.loc[b].tau
+
+
+def test_the_control_is_drawn_tabled_and_claimed(study):
+    folder = study[0]/"results/digits"
+    name = "CL to CL, other batches and views"
+    assert name in (folder/"figure2.svg").read_text() and name in pd.read_csv(folder/"alignment_end.csv").pair.tolist()
+    claims = pd.read_csv(folder/"claims.csv").set_index("claim")
+    for m in ("CKA", "RSA"):
+        end = pd.read_csv(folder/"alignment.csv").query(f"epoch == 2 and split == 'test' and metric == '{m.lower()}'").set_index("pair").value
+        assert abs(claims.loc[f"Test {m} to CL at the end: NSCL, same batches > CL, other batches and views"].effect - (end["cl-nscl"] - end["cl-cl*"])) < 1e-9
 
 
 def test_executed_notebook_names_no_folder_of_the_machine(study):
@@ -71,7 +82,7 @@ def test_second_call_trains_nothing_and_changes_nothing(study):
     folder, _ = study
     before = {p.name: p.read_bytes() for p in (folder/"results/digits").iterdir()}
     done = reproduce(folder)
-    assert done.returncode == 0 and "0 of 4 runs trained" in done.stdout
+    assert done.returncode == 0 and "0 of 5 runs trained" in done.stdout
     after = {p.name: p.read_bytes() for p in (folder/"results/digits").iterdir()}
     assert {n for n in before if before[n] != after.get(n)} == set() and set(after) == set(before)
 
@@ -83,17 +94,17 @@ def test_executed_notebook_is_quiet(study):
 
 def test_processes_do_not_change_a_bit(study, tmp_path):
     "Lockstep in one process or twins in two: the names of snapshots carry the hash of their content."
-    done = reproduce(tmp_path, "--set", "jobs=1")
+    done = reproduce(tmp_path, "jobs=1")
     assert done.returncode == 0, done.stderr
     names = lambda folder: {p.relative_to(folder).as_posix() for p in (folder/"runs").rglob("snapshot-*")}
-    assert names(tmp_path) == names(study[0]) and len(names(tmp_path)) == 12
+    assert names(tmp_path) == names(study[0]) and len(names(tmp_path)) == 15
     assert (tmp_path/"results/digits/alignment.csv").read_bytes() == (study[0]/"results/digits/alignment.csv").read_bytes()
 
 
 def test_papermill_by_hand(study, tmp_path):
     "The same notebook, from another folder, with the runs that exist."
     done = call("papermill", ROOT/"nbs/experiments/01_alignment.ipynb", "out.ipynb", "-f", ROOT/"params/digits.yaml", "-f", ROOT/"params/smoke.yaml",
-                "-p", "runs", study[0]/"runs", cwd=tmp_path)
+                "-p", "runs", study[0]/"runs", "-p", "control", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "unknown parameter" not in done.stderr.lower()
     assert (tmp_path/"results/digits/alignment.csv").read_bytes() == (study[0]/"results/digits/alignment.csv").read_bytes()
@@ -123,7 +134,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, says, tmp_path):
 
 
 def test_diverged_run_names_step_objective_and_checkpoint(tmp_path):
-    done = reproduce(tmp_path, "--set", "lr=1e30", "clip=0", "optimizer=sgd", "momentum=0.99", "epochs=20", "snapshots=1")
+    done = reproduce(tmp_path, "lr=1e30", "clip=0", "optimizer=sgd", "momentum=0.99", "epochs=20", "snapshots=1")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "step" in done.stderr and "cl" in done.stderr and "last good checkpoint" in done.stderr
     assert list((tmp_path/"runs").rglob("checkpoint-*")) and not (tmp_path/"results/digits/alignment.csv").exists()

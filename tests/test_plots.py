@@ -31,7 +31,7 @@ CHARTS = {
     "bar": lambda: bar_chart(pd.DataFrame({"objective": ["cl", "ce"] * 2, "metric": "nccc", "seed": [0, 0, 1, 1], "value": [87, 91, 88, 92.0], "paper": [88.37, 92.97] * 2}), "Accuracy", unit="%"),
     "heat": lambda: heat_chart(pd.DataFrame({"i": [0, 0, 1], "j": [0, 1, 1], "value": [0.1, 0.2, 0.3]}), "Pairs"),
 }
-MARKS = dict(alignment={"area", "line", "point"}, weights={"area", "line", "point"}, trend={"rule", "line", "point"}, bar={"bar", "rule", "tick", "text"}, heat={"rect", "text"})
+MARKS = dict(alignment={"area", "line", "point"}, weights={"area", "line", "point"}, trend={"rule", "line", "point"}, bar={"bar", "rule", "tick", "text", "point"}, heat={"rect", "text"})
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -78,6 +78,40 @@ def test_intervals_are_students_over_seeds_and_given_ones_are_kept():
     assert (given.low, given.high) == (0.9, 1.3)
     one = alignment_chart(tidy(seeds=(0,))).to_dict()
     assert "area" not in marks(one) and not one["title"].get("subtitle")
+
+@pytest.mark.parametrize("metric, values, ends", [("nccc", [99.5, 97.0, 99.0], (None, 100)), ("cka", [0.02, 0.1, 0.5], (0, None)), ("cka", [0.9, 0.99, 0.7], (None, 1)), ("rsa", [0.02, 0.1, 0.5], (None, None)), ("nc4", [1, 1, 1], (1, 1)), ("mine", [150.0, 99.0, 98.0], (None, None))])
+def test_intervals_end_where_the_measure_does(metric, values, ends):
+    df = pd.DataFrame({"metric": metric, "seed": range(3), "value": values})
+    free = over_seeds(df.assign(metric="mine"), ["metric"]).iloc[0]
+    for found in (over_seeds(df, ["metric"]).iloc[0], over_seeds(df.assign(pair="cl-ce"), ["pair"]).iloc[0]):       # the metric may be a key, or the only one
+        assert (found.low, found.high) == (free.low if ends[0] is None else ends[0], free.high if ends[1] is None else ends[1])
+        assert found.low <= found.value <= found.high
+
+
+def test_single_seeds_are_drawn_where_they_are_few():
+    df = tidy(epochs=(2, 4, 8), metrics=("cka",), splits=("test",))
+    spec = trend_chart(df, "epoch", "Sweep").to_dict()
+    drawn = sorted(r["value"] for r in rows(spec) if "low" not in r)
+    assert drawn == sorted(df.value) and "circles: single seeds" in spec["title"]["subtitle"]
+    many = pd.concat([df.assign(seed=df.seed + 3 * k) for k in range(4)])
+    for chart in (trend_chart(many, "epoch", "Sweep"), trend_chart(df, "epoch", "Sweep", band=True), trend_chart(df[df.seed == 0], "epoch", "Sweep")):
+        assert all("low" in r for r in rows(chart.to_dict()))
+
+
+def test_lines_that_lie_upon_each_other_are_set_apart_but_keep_their_numbers():
+    df = tidy(epochs=(50, 200), metrics=("cka",), splits=("test",)).rename(columns={"epoch": "B"})
+    spec = trend_chart(df, "B", "Batches", log_x=True, apart=True).to_dict()
+    found = pd.DataFrame([r for r in rows(spec) if "low" in r])
+    assert found.groupby("B")["at"].nunique().eq(3).all() and set(found.B) == {50, 200} and (found["at"] / found.B - 1).abs().max() < 0.06
+    assert set(map(str, walk(spec, "values"))) == {"[50, 200]"}
+
+
+def test_bars_of_one_unit_share_an_axis_that_ends_at_what_can_be():
+    df = pd.DataFrame({"objective": ["cl", "ce"] * 4, "metric": ["nccc"] * 4 + ["linear"] * 4, "seed": [0, 0, 1, 1] * 2, "value": [12, 50, 14, 52, 99.5, 98, 97, 99.9]})
+    spec = bar_chart(df, "Accuracy", unit="%", level=(5, "chance, 5 %")).to_dict()
+    assert {str(d) for d in walk(spec, "domain") if not isinstance(d[0], str)} == {"[0, 100]"}
+    assert spec["title"]["subtitle"][-1] == "dashed: chance, 5 %" and 5 in [r["value"] for r in rows(spec)]
+
 
 def test_rows_that_no_seed_tells_apart_are_refused():
     df = pd.concat([tidy().assign(tau=t) for t in (0.1, 0.5)])
@@ -154,3 +188,22 @@ def test_plots_import_nothing_that_trains():
     import ast, inspect
     names = [getattr(n, "module", None) or n.names[0].name for n in ast.walk(ast.parse(inspect.getsource(plots))) if isinstance(n, (ast.Import, ast.ImportFrom))]
     assert not any(n.startswith(("cl_nscl", "torch")) for n in names)
+
+
+def test_a_legend_shows_the_line_with_its_dash_and_a_point_large_enough_to_see():
+    "A wedge was an invisible speck; a key without its dash is unreadable in grey."
+    spec = trend_chart(tidy(epochs=(2, 4, 8), metrics=("cka",)).assign(pair=lambda f: f.pair.map(dict(zip(PAIRS, "abc")))).rename(columns={"epoch": "C"}), "C", "Classes").to_dict()
+    legends = [l for l in walk(spec, "legend") if l]
+    assert legends and all(l["symbolStrokeWidth"] > 1 and l["symbolSize"] >= 70 and l["orient"] == "bottom" and l["columns"] <= 4 for l in legends)
+    assert "wedge" not in str(plots.SPARES) and {s for _, _, s in plots.SPARES} | set(plots.SHAPES.values()) <= set(plots._KEYS)
+    looks = [s for s in [*((COLOURS[o], plots.DASHES[o], plots.SHAPES[o]) for o in COLOURS), *plots.SPARES]]
+    assert len({c for c, _, _ in looks}) == len({str(s) for s in looks}) == len(looks)
+
+
+def test_charts_that_name_all_of_one_list_agree_on_each_style():
+    every = ["measured", "ours", "paper"]
+    df = tidy(epochs=(2, 4, 8), metrics=("cka",), splits=("test",)).rename(columns={"epoch": "C"})
+    colour = lambda names: dict(zip(*(next(c["scale"] for c in walk(trend_chart(df[df.pair.isin(names)].assign(pair=lambda f: f.pair.map(names)), "C", "x", among=every).to_dict(), "color")
+                                           if isinstance(c, dict) and "scale" in c)[k] for k in ("domain", "range"))))
+    one, two = colour({"cl-nscl": "measured", "cl-ce": "paper"}), colour({"cl-ce": "paper", "cl-scl": "ours"})
+    assert set(one) == {"measured", "paper"} and one["paper"] == two["paper"] != two["ours"]

@@ -94,7 +94,7 @@ def test_results_of_a_data_set_are_drawn_from_their_specifications(site):
     from cl_nscl.report import load_results
     for folder in docs.data_sets(ROOT):
         for m in load_results(folder):
-            page = site/f"results/{folder.name}/{m['name']}.html"
+            page = site/folder.relative_to(ROOT)/f"{m['name']}.html"
             if page.exists(): assert page.read_text(encoding="utf-8").count('class="spec"') >= len(m["charts"]), page
 
 
@@ -115,6 +115,29 @@ def test_N05_a_failed_or_broken_notebook_stops_the_build(tmp_path, fault, says):
     else: (tmp_path/"nbs/11_losses.ipynb").write_text("<<<<<<< ours")
     with pytest.raises(docs.Refused) as e: docs.stage(tmp_path, tmp_path/"stage")
     assert says in str(e.value) and not (tmp_path/"stage").exists()
+
+
+def test_results_are_grouped_by_figure_with_marks_and_checks_apart(tmp_path):
+    "Also results one folder deeper, under a title that says what they are; a failed notebook is no data set."
+    for to in ("digits", "confirm/digits", "digits/failed"):
+        (tmp_path/"results"/to).mkdir(parents=True)
+        shutil.copy(ROOT/"results/digits/03_temperature.ipynb", tmp_path/"results"/to)
+    row = lambda text, figure, verdict, **more: dict(claim=text, figure=figure, verdict=verdict, effect=0.5, low=0.1, high=0.9, seeds=20, unit="difference") | more
+    claims = [row("b < c", "Figure 4", "undecided"), row("beside", "", "confirmed"), row("a", "Figure 2", "not confirmed"), row("a theorem", "", "holds", kind="check")]
+    (tmp_path/"results/confirm/digits/03_temperature.json").write_text(json.dumps(dict(name="03_temperature", title="The temperature", files=[], params=dict(seeds=20), claims=claims)))
+    assert [docs.name_of(d, tmp_path) for d in docs.data_sets(tmp_path)] == ["digits", "digits, fresh seeds"]
+    text = docs.results_page(tmp_path)
+    order = ["## digits {", "## digits, fresh seeds {#confirm-digits}", "20 seeds. 1 ✓ confirmed, 1 ✗ contradicted, 1 ? undecided", "](confirm/digits/03_temperature.ipynb)", "### Figure 2 {", "✗ contradicted</td><td>a<",
+             "### Figure 4 {", '<tr class="undecided"><td>? undecided</td><td>b &lt; c<', "### Beyond the figures", "### Checks of theory and code", "✓ holds</td><td>a theorem<"]
+    at = [text.index(part) for part in order]
+    assert at == sorted(at)
+    menu = docs.with_results(dict(website=dict(sidebar=dict(contents=["x", {"auto": "results/**"}]))), tmp_path)["website"]["sidebar"]["contents"][1]
+    assert menu["href"] == "results/index.md" and menu["contents"][1] == dict(section="digits, fresh seeds", contents="results/confirm/digits/*.ipynb")
+
+
+def test_code_of_executed_notebooks_is_folded(site):
+    page = (site/"results/digits/03_temperature.html").read_text(encoding="utf-8")
+    assert page.count("<summary>Code</summary>") > 3 and "<summary>Code</summary>" not in (site/"nbs/experiments/03_temperature.html").read_text(encoding="utf-8")
 
 
 def test_charts_keep_their_ids_apart_and_say_what_they_show():
@@ -139,8 +162,17 @@ LOOK = """(() => {
     if (n < 5) wrong.push(`chart with ${n} marks`);
     else if (!(s.getAttribute('aria-label') || '').trim() || s.getAttribute('role') !== 'img') wrong.push('chart without a text');
     else if (seen(f) && s.getBoundingClientRect().width < 60) wrong.push('chart without width');
+    if (s && seen(f)) {
+      const box = f.querySelector('.drawn'), cut = s.getBoundingClientRect().right > innerWidth + 1;
+      if (cut && !box.classList.contains('more')) wrong.push('chart cut off without a sign');
+      if (f.getBoundingClientRect().right > innerWidth + 1 || box.getBoundingClientRect().right > innerWidth + 1) wrong.push('chart wider than the page');
+      for (const l of s.querySelectorAll('.role-legend')) if (seen(l) && l.getBoundingClientRect().right > innerWidth + 1) wrong.push(`legend out of sight: ${l.textContent.slice(0, 40)}`);
+      const small = Math.min(...[...s.querySelectorAll('text')].slice(0, 200).map((e) => parseFloat(getComputedStyle(e).fontSize) * s.getBoundingClientRect().width / s.viewBox.baseVal.width));
+      if (small < 5.5) wrong.push(`letters of ${small.toFixed(1)} px`);
+    }
     if (f.classList.contains('live') && !f.classList.contains('shown')) wrong.push('interactive chart not drawn');
   }
+  for (const b of document.querySelectorAll('.box, pre')) if (seen(b) && (b.getBoundingClientRect().right > innerWidth + 1 || b.scrollWidth > b.clientWidth + 3 && !b.classList.contains('more'))) wrong.push(`cut off without a sign: ${b.textContent.trim().slice(0, 40)}`);
   if (document.querySelectorAll('h1').length !== 1) wrong.push(`${document.querySelectorAll('h1').length} titles`);
   return wrong;
 })()"""

@@ -50,15 +50,17 @@ def test_every_number_leads_to_its_run(whole):
 def test_claims_are_listed_one_by_one(whole):
     folder, out = whole
     claims = pd.read_csv(folder/"results/digits/claims.csv")
-    assert set(claims.columns) == {"experiment", "claim", "figure", "verdict", "effect", "low", "high", "seeds", "unit"}
-    assert set(claims[claims.seeds == 1].verdict) == {"seen (one seed)", "not seen (one seed)"}    # one seed confirms nothing
+    assert set(claims.columns) == {"experiment", "claim", "figure", "verdict", "effect", "low", "high", "seeds", "unit", "kind", "margin"}
+    findings, checks = (claims[claims.kind == k] for k in ("finding", "check"))
+    assert set(findings[findings.seeds == 1].verdict) == {"seen (one seed)", "not seen (one seed)"}    # one seed confirms nothing
+    assert len(checks) >= 2 and set(checks.verdict) == {"holds"}
     page = (folder/"results/digits/summary.html").read_text()
     assert '<img src="figure4.svg"' in page and "Test CKA of CL and NSCL rises with tau" in page and "Test CKA of CL and NSCL rises with tau" in out and "Missing" not in page
 
 
 def test_loss_gap_stays_between_zero_and_its_bound(whole):
     claims = pd.read_csv(whole[0]/"results/digits/claims.csv").query("experiment == '08_loss_gap'").set_index("claim").effect
-    assert claims[claims.index.str.contains("bound|positive")].gt(0).all()
+    assert claims[claims.index.str.contains("bound|negative")].gt(0).all()
 
 
 def test_results_are_small(whole):
@@ -89,7 +91,7 @@ def test_all_rules_meet_at_B_ref():
     assert at_ref <= {run_id(p) for labels, twins in POINTS["03_temperature"](s) for p in twins if labels["tau"] == s.tau}
 
 
-@pytest.mark.parametrize("name, core_seconds", [("digits", 2100), ("textures", 2500)])
+@pytest.mark.parametrize("name, core_seconds", [("digits", 2100), ("textures", 2600)])
 def test_laptop_recipes_fit_some_twenty_minutes_of_two_cores(name, core_seconds):
     "At 0.15 core-seconds for a step of one model on 200 images."
     runs = plan(study(layered(name)))

@@ -84,6 +84,6 @@ def test_experiment_runs_from_the_smoke_preset(tmp_path, monkeypatch):
         if "value" in table: assert table.value.notna().all(), t
     found = {c["claim"]: c["effect"] for c in manifest["claims"]}
     assert len(found) == len(manifest["claims"]) and all(e is not None and math.isfinite(e) for e in found.values())
-    assert found["The certificate never falls below the drift (powers of ten, smallest over the run)"] > 0
-    assert found["The prescribed sum of step sizes keeps the CKA above 0.9"] > 0
+    assert {c["verdict"] for c in manifest["claims"] if c["kind"] == "check"} == {"holds"}                     # theorems: also on one seed of a toy
+    assert found["The certificate never falls below the drift; smallest over the run"] > 0
     assert found["The drift of similarity descent falls with C"] > 0

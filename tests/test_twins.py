@@ -72,6 +72,24 @@ def test_R01_seeds_and_epochs_differ():
     assert not torch.equal(a, b) and not torch.equal(a, c)
 
 
+def test_a_control_shares_the_start_and_nothing_of_batches_and_views():
+    from cl_nscl.twins import twin_batch
+    twins, control, seven = Twins([run("cl")], DS), Twins([run("cl", stream_seed=7)], DS), Twins([run("cl", seed=7)], DS)
+    assert same(twins.models[0].state_dict(), control.models[0].state_dict())
+    assert not same(seven.models[0].state_dict(), control.models[0].state_dict())
+    for t in (0, 1, twins.clock.per_epoch):
+        (v, y), (u, z), (w, x) = (twin_batch(twins, t), twin_batch(control, t), twin_batch(seven, t))
+        assert not torch.equal(v, u) and not torch.equal(y, z) and torch.equal(u, w) and torch.equal(z, x)      # the batches of seed 7
+    twin_step(twins), twin_step(control)
+    assert not same(twins.models[0].state_dict(), control.models[0].state_dict())
+    with pytest.raises(ValueError, match="agree in every parameter but the objective"): Twins([run("cl"), run("nscl", stream_seed=7)], DS)
+
+
+def test_stream_seed_at_its_default_changes_no_run():
+    assert run_id(P) == run_id(run("cl", stream_seed=-1)) != run_id(run("cl", stream_seed=P.seed))
+    assert same(trained(["cl"], 3)[0], trained(["cl"], 3, stream_seed=P.seed)[0])
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_R09_loader_workers_do_not_change_views(workers):
     from cl_nscl.data import batches

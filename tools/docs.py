@@ -29,8 +29,8 @@ class Refused(SystemExit):
 
 def sources(root: Path) -> list[Path]:
     "Every notebook of the site, and the executed ones that failed."
-    found = [*(root/"nbs").rglob("*.ipynb"), *(root/"results").glob("*/*.ipynb")]
-    return sorted(p for p in found if not any(part.startswith((".", "_")) for part in p.relative_to(root).parts))
+    found = [*(root/"nbs").rglob("*.ipynb"), *(root/"results").glob("*/*.ipynb"), *(root/"results").glob("*/*/*.ipynb")]
+    return sorted(p for p in found if not any(part.startswith((".", "_")) or part == "failed" for part in p.relative_to(root).parts))
 
 
 def check(paths: list[Path], root: Path) -> None:
@@ -99,8 +99,8 @@ def _output(o, specs, about):
 
 # ---------------------------------------------------------------- a page
 
-def page(nb, here: str, specs=(), home: str = "", note: str = "") -> nbformat.NotebookNode:
-    "The notebook as a page: title and description in front, hidden cells gone, charts as figures. Links are written from `home`."
+def page(nb, here: str, specs=(), home: str = "", note: str = "", folded: bool = False) -> nbformat.NotebookNode:
+    "The notebook as a page: title and description in front, hidden cells gone, charts as figures. Links are written from `home`; code may be `folded`."
     title, about = re.match(r"# (.*)\n\n> (.*)", nb.cells[0].source).groups()
     rest = nb.cells[0].source.split("\n", 3)[3:]
     nb.cells[0] = new_raw_cell("---\n" + yaml.safe_dump(dict(title=title, description=about), allow_unicode=True, width=10**6) + "---\n", id="front")
@@ -118,6 +118,7 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "") -> nbformat.No
             tags, alt = c.metadata.get("tags", []), re.search(r"^#\| fig-alt: (.*)", c.source, re.M)
             fold = {"parameters": "The notebook's own parameters", "injected-parameters": "The parameters of this execution"}
             keep = "".join(f"{l}\n" for l in c.source.splitlines() if re.match(r"#\| (?:code-fold|code-summary):", l))
+            if folded and not keep and not tags: keep = "#| code-fold: true\n#| code-summary: Code\n"
             top = "#| echo: false\n" + keep if hidden else keep + "".join(f"#| code-fold: true\n#| code-summary: {fold[t]}\n" for t in fold if t in tags)
             c.source, c.outputs = top + body, [_output(o, specs, alt[1].strip() if alt else said) for o in c.outputs]
             if not body and not c.outputs: continue
@@ -151,26 +152,67 @@ def figures(text: str, here: str) -> str:
 
 # ---------------------------------------------------------------- pages that are made
 
+MARKS = {"confirmed": "✓ confirmed", "seen (one seed)": "✓ seen, one seed", "not confirmed": "✗ contradicted", "not seen (one seed)": "✗ not seen, one seed",
+         "undecided": "? undecided", "holds": "✓ holds", "fails": "✗ fails"}
+EXTRA = {"confirm": "fresh seeds"} # a folder of data sets within results: what its name stands for
+
+
 def results_page(root: Path) -> str:
-    "The claims of every data set, and links to its executed notebooks."
-    import pandas as pd
-    from cl_nscl.report import claims_table, load_results, markdown
+    "The claims of every data set, by figure, and links to its executed notebooks."
     text = ["---\ntitle: Results\ndescription: Every claim of the paper, with an interval and a verdict, for each data set.\n---\n",
-            "A verdict comes from the 95 % interval over seeds: *confirmed* where it lies on the claimed side of zero, *not confirmed* where it lies on the other, "
-            "*undecided* where it holds zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
-    for folder in data_sets(root):
-        manifests = load_results(folder)
-        claims = [c for m in manifests for c in m["claims"]]
-        seeds = {m["params"].get("seeds", 1) for m in manifests}
-        text += [f"## {folder.name}\n", f"{', '.join(map(str, sorted(seeds)))} seed{'s' if seeds != {1} else ''}. The executed notebooks: "
-                 + ", ".join(f"[{m['title']}]({folder.name}/{m['name']}.ipynb)" for m in manifests if (folder/f"{m['name']}.ipynb").exists()) + ".\n"]
-        if claims: text += [markdown(claims_table(claims))]
+            "A verdict comes from the 95 % interval over seeds: *confirmed* where it lies on the claimed side of zero, *contradicted* where it lies on the other, "
+            "*undecided*, in grey, where it holds zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
+    for folder in data_sets(root): text += data_set(folder, root)
     return "\n".join(text)
 
 
+def data_set(folder: Path, root: Path) -> list[str]:
+    "One data set's part of the page of results."
+    from cl_nscl.report import load_results, multiplicity
+    manifests, at = load_results(folder), folder.relative_to(root/"results").as_posix()
+    seeds, slug = sorted({m["params"].get("seeds", 1) for m in manifests}), at.replace("/", "-")
+    claims = [(m, c) for m in manifests for c in m["claims"]]
+    of = lambda kind: [(m, c) for m, c in claims if c.get("kind", "finding") == kind]
+    said = {k: n for k in MARKS if (n := sum(c["verdict"] == k for _, c in of("finding")))}
+    text = [f"## {name_of(folder, root)} {{#{slug}}}\n", f"{', '.join(map(str, seeds))} seed{'s' if seeds != [1] else ''}. " + ", ".join(f"{n} {MARKS[k]}" for k, n in said.items())
+            + f". {multiplicity([c for _, c in of('finding')])}\n"]
+    done = [m for m in manifests if (folder/f"{m['name']}.ipynb").exists()]
+    text += ["The executed notebooks: " + ", ".join(f"[{m['title']}]({at}/{m['name']}.ipynb)" for m in done) + ".\n"] if done else []
+    key = lambda f: (not f.startswith("Figure"), not f.startswith("Table"), not f, f)
+    for figure in sorted({c["figure"] for _, c in of("finding")}, key=key):
+        rows = [c for _, c in of("finding") if c["figure"] == figure]
+        text += [f"### {figure[:1].upper() + figure[1:] or 'Beyond the figures'} {{#{slug}-{re.sub('[^a-z0-9]+', '-', figure.lower()) or 'beyond'}}}\n", claims_rows(rows)]
+    if checks := [c for _, c in of("check")]:
+        text += [f"### Checks of theory and code {{#{slug}-checks}}\n", "What must hold because it is a theorem or an identity; in every seed, or it fails.\n", claims_rows(checks)]
+    return text
+
+
+def claims_rows(claims: list[dict]) -> str:
+    "Claims as a table of HTML, a mark for each verdict, the undecided in grey."
+    from cl_nscl.report import number
+    cell = lambda c: f'<tr class="{c["verdict"].split()[0]}"><td>{MARKS[c["verdict"]]}</td><td>{html.escape(c["claim"])}</td><td>{number(c["effect"], c["low"], c["high"])}</td><td>{html.escape(c["unit"])}</td></tr>'
+    head = "<thead><tr><th>verdict</th><th>claim</th><th>effect</th><th>unit</th></tr></thead>"
+    return f'```{{=html}}\n<div class="box"><table class="claims">{head}<tbody>{"".join(map(cell, claims))}</tbody></table></div>\n```\n'
+
+
+def name_of(folder: Path, root: Path) -> str:
+    "What a folder of results is called: digits; digits, fresh seeds."
+    *above, name = folder.relative_to(root/"results").parts
+    return ", ".join([name, *(EXTRA.get(a, a) for a in above)])
+
+
+def with_results(config: dict, root: Path) -> dict:
+    "The settings of the site, with a section of the sidebar for each folder of results that is there, in place of `auto`."
+    parts = [dict(section=name_of(d, root), contents=f"{d.relative_to(root).as_posix()}/*.ipynb") for d in data_sets(root)]
+    entries = config["website"]["sidebar"]["contents"]
+    entries[:] = [dict(section="Results", href="results/index.md", contents=parts) if e == {"auto": "results/**"} else e for e in entries]
+    return config
+
+
 def data_sets(root: Path) -> list[Path]:
-    "The folders of results that hold an executed notebook."
-    return sorted({p.parent for p in (root/"results").glob("*/[0-9]*.ipynb")})
+    "The folders of results that hold an executed notebook; those of whole studies first."
+    found = {p.parent for p in sources(root) if p.is_relative_to(root/"results") and re.match(r"\d", p.name)}
+    return sorted(found, key=lambda d: (len(d.parts), d))
 
 
 def bench_page(root: Path) -> str:
@@ -190,9 +232,9 @@ def stage(root: Path, to: Path) -> None:
         executed, here = rel.parts[0] == "results", rel.parent.as_posix()
         note = ""
         if here == "nbs/experiments":
-            done = [f"[{d.name}](../../results/{d.name}/{p.name})" for d in data_sets(root) if (d/p.name).exists()]
+            done = [f"[{name_of(d, root)}](../../{d.relative_to(root).as_posix()}/{p.name})" for d in data_sets(root) if (d/p.name).exists()]
             note = f"Executed on {', '.join(done)}." if done else ""
-        nb = page(nbformat.read(p, 4), here, specs_of(p.parent) if executed else (), "nbs/experiments" if executed else "", note)
+        nb = page(nbformat.read(p, 4), here, specs_of(p.parent) if executed else (), "nbs/experiments" if executed else "", note, executed)
         (to/rel).parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, to/rel)
     sys.path[:0] = [str(root), str(ROOT/"tools")]
@@ -203,7 +245,8 @@ def stage(root: Path, to: Path) -> None:
         (to/name).write_text(text, encoding="utf-8")
     title = "---\ntitle: Changelog\ndescription: What changed, version by version.\n---\n"
     (to/"CHANGELOG.md").write_text(title + re.sub(r"^# .*\n", "", (root/"CHANGELOG.md").read_text(encoding="utf-8")), encoding="utf-8")
-    shutil.copy(root/"LICENSE", to/"LICENSE.txt"); shutil.copy(root/"_quarto.yml", to)
+    shutil.copy(root/"LICENSE", to/"LICENSE.txt")
+    (to/"_quarto.yml").write_text(yaml.safe_dump(with_results(yaml.safe_load((root/"_quarto.yml").read_text(encoding="utf-8")), root), sort_keys=False))
     for d in data_sets(root):
         for f in [*d.glob("*.csv"), *d.glob("*.html"), *d.glob("*.svg"), *d.glob("*.png")]: shutil.copy(f, to/f.relative_to(root))
     for name in ("site.css", "favicon.svg"):
