@@ -29,7 +29,7 @@ def test_reproduce_leaves_what_it_says(study):
     folder, out = study
     found = {p.name for p in (folder/"results"/"digits").iterdir()}
     assert FILES <= found, FILES - found
-    assert "5 of 5 runs trained" in out and "results/digits" in out and "cl-nscl" in out
+    assert "5 of 5 runs trained" in out and "results/digits" in out and "CL to NSCL" in out
     rows = pd.read_csv(folder/"results/digits/alignment.csv")
     assert list(rows.columns[:6]) == ["run", "epoch", "split", "pair", "metric", "value"]
     assert rows.value.notna().all() and set(rows.pair) == {"cl-nscl", "cl-scl", "cl-ce", "cl-cl*", "cl-cl@0"}

@@ -8,7 +8,7 @@ from cl_nscl.plan import layered, operations, plan, source_of, study, study_file
 
 SETS = ("cifar10", "cifar100", "mini_imagenet", "tiny_imagenet", "imagenet1k")
 ALL = dict(encoder="resnet50", width=1.0, proj_hidden=2048, proj_dim=128, optimizer="lars", momentum=0.9, weight_decay=1e-6, lr=0.3, B_ref=256, lr_rule="linear", warmup=10.0, B=1024, clip=1.0,
-           K=2, jitter=0.8, grey=0.2, flip=0.5, taus=(0.1, 0.5, 1.0), batch_sizes=(256, 512, 1024), n_train=0, class_n=0, classes=(), n_ref=10_000, sweep_epochs=300, class_epochs=1000)
+           K=2, jitter=0.8, grey=0.2, flip=0.5, taus=(0.1, 0.5, 1.0), batch_sizes=(256, 512, 1024), n_train=0, class_n=0, classes=(), n_ref=10_000, sweep_epochs=300, class_epochs=1000, control=0, probe="adam")
 SMALL = dict(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, blur=0.0)
 LARGE = dict(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, blur=0.1, size=224)
 PAPER = dict(
