@@ -18,7 +18,7 @@ def execute(path: Path):
     "Run every cell in a fresh kernel, keep the outputs, clean."
     print(path.name, flush=True)
     nb = nbformat.read(path, 4)
-    NotebookClient(nb, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(nb, timeout=900, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}).execute()
     nbformat.write(nb, path)
     nbdev_clean(str(path))
 
