@@ -95,7 +95,7 @@ def test_checks_are_no_findings_and_fresh_seeds_have_a_row_of_their_own(studies)
     file = studies/"results/confirm/digits/claims.csv"
     t = pd.read_csv(file, keep_default_na=False); t[t.experiment == "03_temperature"].assign(seeds=20, effect=0.013, low=0.001, high=0.025, verdict="confirmed").to_csv(file, index=False)
     after = computed(studies, 3)[0]
-    assert "Checks of digits beside the findings: 2 of 2 hold." in after and "| a check" not in after
+    assert "Checks of digits beside the findings: 2 of 2 hold" in after and "| a check" not in after
     new = [l for l in after.splitlines() if l not in before.splitlines() and "Claims of" not in l]
     assert len(new) == 1 and "20 seeds" in new[0] and new[0].count("confirmed, 0.013 [0.001, 0.025] per ln tau") == 2
 
