@@ -69,7 +69,7 @@ def texts(nb): # what each code cell says in words: what it printed, and results
 
 
 VARIES = [ # from machine to machine and from run to run: what it becomes
-    (r"\x1b\[[\d;]*[A-Za-z]|\r", ""), (r"(?m)^training: .*$", ""), # progress
+    (r"\x1b\[[\d;]*[A-Za-z]|\r", ""), (r"(?m)^(?:training: |\[IPKernelApp\]).*$", ""), # progress; what a kernel says as it is shut down
     (r"about [^\n;]*? in \d+ process(es)?[^;\n]*|in \d+ process(es)?", "in some time"), # the forecast, the number of cores
     (r"\b[0-9a-f]{12,64}\b", "ID"), (r"(?:/[\w.~-]+){2,}", "PATH"), (r"process \d+ on \S+", "process N"),
     (r"\b\d[\d.,]* ?(?:ms|s|min|minutes?|h|hours?|days?)\b", "TIME"), (r"\d+ ?%", "N %"), (r"\bstep \d+", "step N")]
@@ -120,7 +120,7 @@ def test_stored_outputs_hold_no_leftovers(path):
     for c in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         for o in c.get("outputs", []):
             text = "".join(o.get("text", [])) + "".join(o.get("data", {}).get("text/plain", [])) + "".join(o.get("data", {}).get("text/html", []))
-            found = re.search(r"\d%\|[ █▏▎▍▌▋▊▉#]|np\.(?:float|int)\d+\(|Traceback \(most recent call last\)|\x1b\[", text)
+            found = re.search(r"\d%\|[ █▏▎▍▌▋▊▉#]|np\.(?:float|int)\d+\(|Traceback \(most recent call last\)|\[IPKernelApp\]|\x1b\[", text)
             assert not found, f"{path.name}: {found[0]!r} in {text[max(0, found.start() - 60):][:160]!r}"
 
 
