@@ -18,15 +18,21 @@ def execute(path: Path):
     "Run every cell in a fresh kernel, keep the outputs, clean."
     print(path.name, flush=True)
     nb = nbformat.read(path, 4)
-    NotebookClient(nb, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(nb, timeout=900, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}).execute()
     nbformat.write(nb, path)
     nbdev_clean(str(path))
 
 
+def shown(cell) -> list[str]:
+    "What a reader of the README sees of a cell: text as it is, code with what it prints, of a cell with echo: false the output alone."
+    if cell.cell_type == "markdown": return [cell.source]
+    out = [o.data["text/markdown"] if o.output_type != "stream" else f"```text\n{o.text.rstrip()}\n```" for o in cell.outputs]
+    return out if cell.source.startswith("#| echo: false") else [f"```python\n{cell.source}\n```", *out]
+
+
 def readme() -> str:
-    "The markdown of the index notebook, with its links as seen from the top folder."
-    cells = nbformat.read(ROOT/"nbs/index.ipynb", 4).cells
-    text = "\n\n".join(c.source for c in cells if c.cell_type == "markdown")
+    "The index notebook as markdown, with its links as seen from the top folder."
+    text = "\n\n".join(part for c in nbformat.read(ROOT/"nbs/index.ipynb", 4).cells for part in shown(c))
     link = lambda m: m[0] if re.match(r"(https?:|#)", m[2]) else f"{m[1]}{os.path.normpath('nbs/' + m[2])}{m[3]}"
     return re.sub(r"(\]\()([^)\s]+)(\))", link, re.sub(r'((?:src|href)=")([^"]+)(")', link, text)) + "\n"
 
@@ -37,7 +43,7 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     wanted = [a for a in sys.argv[1:] if a != "readme"]
     if wanted or len(sys.argv) == 1:
-        found = [p for glob in ("[0-9]*.ipynb", "architecture.ipynb", "learn/*.ipynb", "howto/*.ipynb") for p in sorted((ROOT/"nbs").glob(glob))]
+        found = [p for glob in ("[0-9]*.ipynb", "architecture.ipynb", "index.ipynb", "learn/*.ipynb", "howto/*.ipynb") for p in sorted((ROOT/"nbs").glob(glob))]
         for p in found:
             if not wanted or p.relative_to(ROOT/"nbs").as_posix().startswith(tuple(wanted)): execute(p)
     (ROOT/"README.md").write_text(readme())
