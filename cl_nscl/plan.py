@@ -285,12 +285,13 @@ def batch_points(
         points.append((dict(B=B, lr_rule=rule, fixed=fixed), _sweep(s, seed, **change)))
     return points
 
-# %% ../nbs/45_plan.ipynb #7bc67999
+# %% ../nbs/45_plan.ipynb #90f7feb0
 def loss_gap_points(
     s: Study,
 ) -> list[Point]: # Labels: none, or C
-    "The loss gap: CL models of the alignment and of the class sweep."
-    return [(labels, twins[:1]) for labels, twins in downstream_points(s) + class_points(s)]
+    "The loss gap: CL models of the alignment and of the class sweep, whatever the study's objectives are."
+    cl = lambda twins: next((p for p in twins if p.objective == "cl"), dataclasses.replace(twins[0], objective="cl"))
+    return [(labels, [cl(twins)]) for labels, twins in downstream_points(s) + class_points(s)]
 
 # %% ../nbs/45_plan.ipynb #1b945806
 POINTS: dict[str, Callable[[Study], list[Point]]] = {

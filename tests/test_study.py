@@ -39,6 +39,14 @@ def test_experiment_leaves_what_it_declares(whole, name):
     assert bool(m["runs"]) == bool(POINTS[name](study(m["params"]))) or name == "99_paper"
 
 
+@pytest.mark.parametrize("name", ["02_classes", "03_temperature", "04_batch_size"])
+def test_sweeps_say_which_twins_they_trained(name):
+    "A sweep trains the first two objectives, which need not be CL and NSCL: titles and claims are made of their names."
+    cells = [c for c in json.loads((ROOT/f"nbs/experiments/{name}.ipynb").read_text())["cells"] if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])]
+    code = "".join("".join(c["source"]) for c in cells)
+    assert "CL" not in code.replace("cl_nscl", "") and "{pair}" in code
+
+
 def test_every_number_leads_to_its_run(whole):
     folder = whole[0]/"results/digits"
     runs = set(pd.read_csv(folder/"runs.csv").run)
