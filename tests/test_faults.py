@@ -153,6 +153,14 @@ def test_R03_steps_compare_as_numbers(tmp_path):
     assert [*stored_files(run.path, "checkpoint")] == [20, 90, 100] and load_checkpoint(run)["step"] == 100
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "snapshot"])
+@pytest.mark.parametrize("bad", [np.float64(2), np.arange(2), Path("x"), {3}])
+def test_R07_what_could_not_be_read_back_is_not_written(tmp_path, kind, bad):
+    before = write_stored(tmp_path, kind, 2, dict(w=torch.ones(2)))
+    with pytest.raises(ValueError, match=rf"{kind} at step 2: \['a'\]\[0\] is a .*, which could not be read back"): write_stored(tmp_path, kind, 2, dict(w=torch.ones(2), a=[bad]))
+    assert [*tmp_path.iterdir()] == [before] and read_stored(before)["w"].sum() == 2
+
+
 def test_R07_R08_checkpoints_hold_what_the_safe_loader_takes_and_random_state_survives(tmp_path, through):
     "No random state is stored, since every stream is named by seed and step; what a caller adds comes back as it was, on the CPU."
     for r in through:
