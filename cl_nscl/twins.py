@@ -318,7 +318,7 @@ def load_state(
             twins.skipped[i] = s["skipped"]
     twins.t = steps.pop()
 
-# %% ../nbs/13_twins.ipynb #d2cde015
+# %% ../nbs/13_twins.ipynb #03a9bffb
 def collapsed(
     twins: Twins,
     t: int, # A step
@@ -336,7 +336,7 @@ def hint(
 ) -> None:
     "Warn, once, of a twin that seems to have collapsed."
     for q, loss, flat in zip(twins.runs, losses.tolist(), collapsed(twins, twins.t - 1, losses)):
-        if not flat or q.objective in twins.hinted: continue
+        if not flat or q.objective in twins.hinted or rank(): continue
         twins.hinted.add(q.objective)
         warnings.warn(f"the loss of {q.objective} at step {twins.t - 1} is {loss:.4f}, that of a batch whose projections are all the same: has the model collapsed?")
 

@@ -8,6 +8,7 @@ import nbformat, numpy as np, pytest, torch
 from cl_nscl.core import Params
 from cl_nscl.data import batches, loader
 from cl_nscl.plan import Failed, train_plan
+from cl_nscl.core import UserError
 from cl_nscl.run import NotebookFailed, execute
 from cl_nscl.store import CannotWrite, Run, content_hash, failure, history, load_checkpoint, load_snapshot, read_stored, save_checkpoint, stored_files, stored_run, train_runs, write_atomic, write_stored
 from cl_nscl.twins import dataset_of
@@ -361,6 +362,20 @@ def test_N05_a_failing_dying_or_hanging_notebook_leaves_no_result(tmp_path, end,
     notebook(path, f"out = {str(out)!r}", SAVE)
     execute(path, {}, out)
     assert [m["name"] for m in load_results(out)] == ["01_x"] and not [*(out/"failed").iterdir()]
+
+
+@pytest.mark.parametrize("cell, says", [("bs = 256\nlr = 0.3 * bs / 256", "line 2 of the parameters cell is 'lr = 0.3"), ("bs = 256; lr = 0.3 * bs / 256", "line 1 .* 'lr ="),
+                                        ("import math\nbs = 256", "line 1 .* 'import math'"), ("bs, lr = 1, 2", "line 1 .* each must give"), ("bs = (", "line 1 of the parameters cell is not Python")])
+def test_N03_a_value_that_is_computed_among_the_parameters_is_refused(tmp_path, cell, says):
+    "With bs = 1024 injected below, lr would stay what 256 makes of it."
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell, metadata=dict(tags=["parameters"]))], metadata=dict(kernelspec=dict(name="python3", language="python", display_name="x")))
+    nbformat.write(nb, tmp_path/"a.ipynb")
+    with pytest.raises(UserError, match=f"a.ipynb: .*{says}"): execute(tmp_path/"a.ipynb", dict(bs=1024), tmp_path)
+
+
+def test_N07_a_notebook_without_a_kernel_is_named(tmp_path):
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("bs = 1", metadata=dict(tags=["parameters"]))]), tmp_path/"a.ipynb")
+    with pytest.raises(UserError, match="a.ipynb: names no kernel"): execute(tmp_path/"a.ipynb", dict(bs=2), tmp_path)
 
 
 def test_N07_any_kernel_name_runs_under_this_interpreter(tmp_path):
