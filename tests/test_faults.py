@@ -192,6 +192,7 @@ def test_a_crafted_checkpoint_does_not_run(tmp_path, monkeypatch, through):
     monkeypatch.chdir(tmp_path)
     runs = begun(tmp_path, 9)
     torch.save(dict(step=8, run=runs[0].id, snapshots=[Evil()]), raw := io.BytesIO())
+    stored_files(runs[0].path, "checkpoint")[8].unlink()
     (runs[0].path/f"checkpoint-00000008-{content_hash(raw.getvalue())}.pt").write_bytes(raw.getvalue())
     said = quiet(train_runs, runs)
     assert "checkpoint-00000008" in said and not Path("pwned").exists() and whole(runs) == whole(through)
