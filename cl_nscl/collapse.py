@@ -6,14 +6,14 @@
 __all__ = ['Pairs', 'cdnv_pairs', 'cdnv', 'directional_cdnv', 'nc1', 'NC2', 'nc2', 'nc3', 'nc4', 'alignment', 'uniformity',
            'effective_rank']
 
-# %% ../nbs/23_collapse.ipynb #03ee1dea
+# %% ../nbs/23_collapse.ipynb #7e682094
 import math, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .probes import CHUNK, Centres, class_centres, finite_rows, nearest_centre, rows, unit_rows
+from .probes import CHUNK, Centres, class_centres, finite_rows, nearest_centre, rounding, rows, unit_rows
 
 # %% ../nbs/23_collapse.ipynb #007c0758
 def _scatter(h, y, centres, of): # [C, ...]: the mean over each class of `of(h - mu_y, y)`, rows in chunks
@@ -29,7 +29,7 @@ def _along(h, y, centres): # S [C, C]
     mu = centres.mu
     return _scatter(h, y, centres, lambda x, i: (x @ mu.T - (x * mu[i]).sum(1, keepdim=True)).square())
 
-# %% ../nbs/23_collapse.ipynb #51d332ff
+# %% ../nbs/23_collapse.ipynb #9f249215
 def _distances2(mu): # [C, C]
     size2 = mu.square().sum(1)
     D2 = size2[:, None] + size2 - 2 * mu @ mu.T
@@ -37,11 +37,11 @@ def _distances2(mu): # [C, C]
         D2[i[:, 0], i[:, 1]] = (mu[i[:, 0]] - mu[i[:, 1]]).square().sum(1)
     return D2
 
-def _resolution(h, centres): # Means that are nearer to each other than this are the same
+def _resolution(h, centres, eps): # Means that are nearer to each other than this are the same; eps: of the features as they came
     size2 = sum((x.double() - centres.mean).square().sum() for x in h.split(CHUNK)) / len(h)
-    return 1e-12 * size2.sqrt() + 1e-14 * centres.mean.norm()
+    return max(1e-12, eps) * size2.sqrt() + max(1e-14, eps) * centres.mean.norm()
 
-# %% ../nbs/23_collapse.ipynb #b1900369
+# %% ../nbs/23_collapse.ipynb #63db99c4
 @dataclass(frozen=True)
 class Pairs:
     "CDNV of all pairs of classes."
@@ -58,11 +58,11 @@ def cdnv_pairs(
     directional: bool = False, # The variance along the line between the means only
 ) -> Pairs:
     "CDNV of every pair of classes."
-    h, y = rows(h, y)
+    (h, y), eps = rows(h, y), rounding(h)
     c = class_centres(h, y)
     if (C := len(c.classes)) < 2: raise ValueError(f"y: CDNV needs two classes with rows, not {C}")
     D2 = _distances2(c.mu)
-    same = D2.sqrt() <= _resolution(h, c)
+    same = D2.sqrt() <= _resolution(h, c, eps)
     left_out = int(same.sum() - C) // 2
     if left_out == C * (C - 1) // 2: raise ValueError("h: all classes have the same mean, CDNV is infinite")
     S = _along(h, y, c) / D2 if directional else _variances(h, y, c)[:, None].expand(C, C)
@@ -88,12 +88,12 @@ def directional_cdnv(
     "Directional CDNV, averaged over the pairs of classes."
     return _mean(cdnv_pairs(h, y, directional=True))
 
-# %% ../nbs/23_collapse.ipynb #e0fe3d97
+# %% ../nbs/23_collapse.ipynb #ea26a2eb
 def _means(h, y): # checked rows, Centres, M [C, d], the length below which a mean is rounding
-    h, y = rows(h, y)
+    (h, y), eps = rows(h, y), rounding(h)
     c = class_centres(h, y)
     if (C := len(c.classes)) < 2: raise ValueError(f"y: neural collapse needs two classes with rows, not {C}")
-    M, least = c.mu - c.mu.mean(0), _resolution(h, c)
+    M, least = c.mu - c.mu.mean(0), _resolution(h, c, eps)
     if not (M.norm(dim=1) > least).any(): raise ValueError("h: all classes have the same mean, neural collapse is not defined")
     return h, y, c, M, least
 
@@ -145,7 +145,7 @@ def _weights(W, M):
     if W.shape != M.shape: raise ValueError(f"W: must be [C, d] = {list(M.shape)}, a row for each class with rows in y, not {list(W.shape)}")
     return W
 
-# %% ../nbs/23_collapse.ipynb #4863835d
+# %% ../nbs/23_collapse.ipynb #34ae301a
 def nc4(
     h: torch.Tensor, # Features `[N, d]`
     y: torch.Tensor, # Labels `[N]`
@@ -155,6 +155,7 @@ def nc4(
     "How often the classifier decides as the nearest class centre does."
     h, y, c, M, _ = _means(h, y)
     W = _weights(W, M)
+    if b is not None and b.shape != W.shape[:1]: raise ValueError(f"b: must be [C] = [{len(W)}], a number for each class with rows in y, not {list(b.shape)}")
     b = torch.zeros_like(W[:, 0]) if b is None else finite_rows(b[:, None], "b")[:, 0].to(W)
     guess = torch.cat([(x.double() @ W.T + b).argmax(1) for x in h.split(CHUNK)])
     return float((c.classes[guess] == nearest_centre(c, h)).double().mean())
@@ -186,19 +187,19 @@ def uniformity(
         total = torch.logaddexp(total, e.flatten().logsumexp(0))
     return float(total) - math.log(len(u) * (len(u) - 1) / 2)
 
-# %% ../nbs/23_collapse.ipynb #17d8b1f6
+# %% ../nbs/23_collapse.ipynb #88f09646
 def effective_rank(
     h: torch.Tensor, # Features `[N, d]`
     centred: bool = True, # Subtract the mean row first
 ) -> float: # In [1, min(N, d)]
     "The exponential of the entropy of the singular values."
-    h = finite_rows(h)
+    h, eps = finite_rows(h), rounding(h)
     mean = sum(x.double().sum(0) for x in h.split(CHUNK)) / len(h) * centred
     if len(h) > h.shape[1]: G = sum((x.double() - mean).T @ (x.double() - mean) for x in h.split(CHUNK))
     else: G = (h.double() - mean) @ (h.double() - mean).T
     lam = torch.linalg.eigvalsh(G)
     size = float(G.trace())
-    if size <= len(h) * (1e-14 * float(mean.norm()))**2: raise ValueError("h: all rows are equal, there is no direction of variation")
+    if size <= len(h) * (max(1e-14, eps) * float(mean.norm()))**2: raise ValueError("h: all rows are equal, there is no direction of variation")
     s = lam[lam > len(G) * 2e-16 * lam[-1]].sqrt()
     p = s / s.sum()
     return float(torch.exp(-(p * p.log()).sum()))

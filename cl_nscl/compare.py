@@ -289,11 +289,12 @@ def _check(rows, chunk):
     if need > have: raise UserError(f"features of {', '.join(map(str, d))} columns need {need / 2**30:.0f} GiB of sums, more than this machine has; compare fewer models, or fewer columns")
     _check_ids(rows, chunk)
 
-# %% ../nbs/46_compare.ipynb #6de3b05a
+# %% ../nbs/46_compare.ipynb #60ed3f11
 PAIR_METRICS = ("cka", "cka_linear", "cka_debiased", "rsa", "drift")
+_COLUMNS = ["a", "b", "metric", "value", "low", "high", "N", "d_a", "d_b"]
 
 def _pairs(names, chunks, level, clusters):
-    "Rows a, b, metric, value, low, high of all pairs, from two passes."
+    "Rows `_COLUMNS` of all pairs, from two passes."
     sim = Similarity(names, products=torch.float64)
     for hs in chunks(): sim.update(hs)
     found, N = sim.result(), sim.N
@@ -305,12 +306,12 @@ def _pairs(names, chunks, level, clusters):
         for key, p in influence.items():
             total[key] = total.get(key, 0) + (p @ p if units is None else torch.zeros(G, dtype=p.dtype).index_add_(0, which[at:at + len(p)], p))
         at += len(p)
-    for a, b, metric, value in table.itertuples(index=False):
+    for a, b, metric, value, *size in table.itertuples(index=False):
         square = total[a, b, metric] if units is None else total[a, b, metric].square().sum()
         se = math.sqrt(float(square) * G / (G - 1)) / N
-        yield a, b, metric, value, *interval_ends(metric, value, se, student.ppf((1 + level) / 2, G - 1))
+        yield a, b, metric, value, *interval_ends(metric, value, se, student.ppf((1 + level) / 2, G - 1)), *size
 
-# %% ../nbs/46_compare.ipynb #a69e4493
+# %% ../nbs/46_compare.ipynb #b9a4ba6f
 PROBE_ROWS = 10_000
 
 def _draws(y):
@@ -328,8 +329,8 @@ def _taken(r, keep, chunk):
     return torch.cat([h[keep[(keep >= k * chunk) & (keep < k * chunk + len(h))] - k * chunk] for k, h in enumerate(r.chunks(chunk))])
 
 def _probed(name, h, y, test, level, clusters=None):
-    "Rows a, b, metric, value, low, high of one model."
-    h = h if h.dtype in (torch.float32, torch.float64) else h.float()
+    "Rows `_COLUMNS` of one model."
+    given, h = h, h if h.dtype in (torch.float32, torch.float64) else h.float()
     train = torch.ones(len(y), dtype=torch.bool).index_fill(0, test, False)
     u, c = unit_rows(h), lambda i: None if clusters is None else clusters[i]
     hits = {"nccc": (nearest_centre(class_centres(h[train], y[train]), h[test]) == y[test], c(test)),
@@ -337,9 +338,9 @@ def _probed(name, h, y, test, level, clusters=None):
             "knn": (knn_labels(u, y, u, min(20, len(y) - 1), loo=True) == y, c(slice(None)))}
     for metric, (hit, units) in hits.items():
         m = mean_interval(hit, units, level)
-        yield name, "", metric, m["value"], max(0.0, m["low"]), min(1.0, m["high"])
+        yield name, "", metric, m["value"], max(0.0, m["low"]), min(1.0, m["high"]), len(hit), h.shape[1], 0
     for metric, fn in (("cdnv", cdnv), ("directional_cdnv", directional_cdnv), ("nc1", nc1), ("effective_rank", lambda h, y: effective_rank(h))):
-        yield name, "", metric, fn(h, y), math.nan, math.nan
+        yield name, "", metric, fn(given, y), math.nan, math.nan, len(y), h.shape[1], 0
 
 # %% ../nbs/46_compare.ipynb #ae67e8a0
 def _whole_labels(what, a, N):
@@ -399,7 +400,7 @@ def _all_probed(rows, y, draws, level, chunk, clusters, notes):
         notes += dict.fromkeys(f"{r.name}: {w.message}" for w in caught if w.category is UserWarning)
     return found
 
-# %% ../nbs/46_compare.ipynb #4130b155
+# %% ../nbs/46_compare.ipynb #e061d560
 def compare(
     models: dict, # Name -> features `[N, d_m]` (tensor or array), `Rows`, or a path of a feature file, a run's folder or a snapshot
     *,
@@ -409,7 +410,7 @@ def compare(
     clusters: torch.Tensor | None = None, # `[N]`: rows with one number are not independent
     dataset: str = "", # Data set of checkpoints; empty: their own
     split: str = "test", # Split of checkpoints
-) -> pd.DataFrame: # Columns a, b, metric, value, low, high; `b` is empty for metrics of one model; `attrs["notes"]`: lines to read with it
+) -> pd.DataFrame: # Columns a, b, metric, value, low, high, N (rows), d_a, d_b (features); `b` is empty and `d_b` 0 for metrics of one model; `attrs["notes"]`: lines to read with it
     "All similarities of all pairs of models, with intervals, and with labels what each model is good for."
     if not 0 < level < 1: raise UserError(f"level = {level}: must be above 0 and below 1")
     if chunk < 1: raise UserError(f"chunk = {chunk}: must be at least 1")
@@ -424,7 +425,7 @@ def compare(
     except UserError: raise
     except ValueError as e: raise UserError(str(e)) from None
     if y is not None: found += _all_probed(rows, y, draws, level, chunk, clusters, notes)
-    table = pd.DataFrame(found, columns=["a", "b", "metric", "value", "low", "high"])
+    table = pd.DataFrame(found, columns=_COLUMNS)
     table.attrs["notes"] = notes
     return table
 

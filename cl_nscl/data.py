@@ -140,7 +140,7 @@ def images(
     "All images in order, each its largest middle square: as in `Split`."
     for x in self.crops(torch.arange(len(self)).split(chunk), middle_box): yield x[:, 0]
 
-# %% ../nbs/01_data.ipynb #4a44beb0
+# %% ../nbs/01_data.ipynb #408708a9
 @dataclass(frozen=True, eq=False)
 class Dataset:
     "Both splits, and what the labels 0..C-1 stand for."
@@ -166,6 +166,7 @@ class Dataset:
         y: Tensor, # Labels or predictions, int64, in 0..C-1
     ) -> Tensor: # Original class ids, int64, in the same shape
         "What labels or predictions are called in the source."
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.C: raise ValueError(f"y: labels must be in 0..{self.C - 1}, not from {int(y.min())} to {int(y.max())}")
         return torch.tensor(self.class_ids, device=y.device)[y]
 
 # %% ../nbs/01_data.ipynb #fea8e33e
@@ -422,7 +423,7 @@ def worker_count(
     if workers >= 0: return workers
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) if torch.cuda.is_available() else 0
 
-# %% ../nbs/01_data.ipynb #782824cd
+# %% ../nbs/01_data.ipynb #8f4ae38a
 def check_classes(
     classes: tuple[int, ...], # Original class ids that were asked for
     src: Source, # Where they should be
@@ -431,7 +432,7 @@ def check_classes(
     known, ids = set(src.class_ids), src.class_ids
     valid = f"{ids[0]} to {ids[-1]}" if ids == tuple(range(ids[0], ids[-1] + 1)) else ", ".join(map(str, ids))
     for c in classes:
-        if c not in known: raise UserError(f"classes: {c} is no class; valid ids: {valid}")
+        if type(c) is not int or c not in known: raise UserError(f"classes: {c} is no class; valid ids: {valid}")
     if len(set(classes)) < len(classes): raise UserError(f"classes: {list(classes)} names a class twice; each may be named once, valid ids: {valid}")
     return tuple(classes) or src.default or ids
 

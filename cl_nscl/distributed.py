@@ -107,14 +107,14 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, g):
         return _total(g)[rank()]
 
-# %% ../nbs/05_distributed.ipynb #ec2b6ff6
+# %% ../nbs/05_distributed.ipynb #76d150d0
 def gather(
     z: torch.Tensor, # This process's share [K, B / W, ...]
     check: bool = True, # Refuse shares of different shapes? Without, they hang; costs a synchronisation on a GPU
 ) -> torch.Tensor: # The whole batch [K, B, ...], in its order; gradients pass through
     "The outputs of all processes for the whole batch."
     if world() == 1: return z
-    if check: agree("the shape of their share of a batch", tuple(z.shape), "every process needs the same number of images")
+    if check: agree("shape and type of their share of a batch", (tuple(z.shape), str(z.dtype)), "every process needs the same number of images, in one type")
     parts = _Gather.apply(z.contiguous())                                     # [W, K, B / W, ...]
     return parts.movedim(0, 2).flatten(1, 2)
 

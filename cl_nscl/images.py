@@ -117,7 +117,7 @@ def statistics(
     round4 = lambda v: tuple(round(x, 4) for x in v.tolist())
     return round4(mean), round4((square - mean**2).clamp(min=1e-4).sqrt())
 
-# %% ../nbs/03_images.ipynb #5a95233a
+# %% ../nbs/03_images.ipynb #5f4f2bf5
 ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp", ".gif")
 
 def class_folders(
@@ -136,7 +136,10 @@ def image_files(
         for name in names:
             path = os.path.join(at, name)
             if name.startswith(".") or not name.lower().endswith(ENDINGS): left_out += 1
-            else: files.append((os.path.relpath(path, folder).replace(os.sep, "/"), os.stat(path).st_size))
+            else:
+                try: size = os.stat(path).st_size
+                except OSError as e: raise UserError(f"{path}: cannot be read ({e.strerror}); is it a link to a file that is gone?") from None
+                files.append((os.path.relpath(path, folder).replace(os.sep, "/"), size))
     return sorted(files), left_out
 
 # %% ../nbs/03_images.ipynb #a5e524d0

@@ -128,7 +128,7 @@ def interval_ends(
     half = q * se / (1 - value**2)
     return math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half)
 
-# %% ../nbs/25_intervals.ipynb #d0ad61ff
+# %% ../nbs/25_intervals.ipynb #3c01c799
 def row_influences(
     sim: Similarity, # After its pass over the features
     found: Similarities, # `sim.result()`
@@ -145,17 +145,17 @@ def row_influences(
         for part in zip(*(torch.as_tensor(h).detach().split(TILE) for h in hs)):
             moved = {kernel: p.tile(sim.rows([h.double() for h in part], kernel)) for kernel, p in pushes.items()}
             yield {(x, y, m): _influence(found.parts[METRICS[m], a, b], [moved[METRICS[m]][k] for k in ((a, a), (b, b), (a, b))], m, value)
-                   for x, y, m, value in table.itertuples(index=False) for a, b in [(at[x], at[y])]}
+                   for x, y, m, value, *_ in table.itertuples(index=False) for a, b in [(at[x], at[y])]}
     if seen != sim.N: raise ValueError(f"features: {sim.N} rows in the first pass, {seen} in the second; the function must start afresh at each call")
 
-# %% ../nbs/25_intervals.ipynb #79d0ed2c
+# %% ../nbs/25_intervals.ipynb #98d9690f
 def intervals(
     features: dict | Callable, # Model -> features `[N, d_m]`; or a function that returns a fresh iterator over chunks (lists of tensors)
     names: list[str] | None = None, # The models' names, with a function
     kernels: tuple[str, ...] = ("cosine", "linear"), # As in `Similarity`
     clusters: torch.Tensor | None = None, # Labels of all rows `[N]`: rows with one label are not independent
     level: float = 0.95, # Coverage
-) -> pd.DataFrame: # Columns a, b, metric, value, low, high, se
+) -> pd.DataFrame: # Columns a, b, metric, value, low, high, se, N, d_a, d_b
     "All metrics of all pairs with intervals, from two passes over the features."
     names = list(features) if isinstance(features, dict) else names
     if not names: raise ValueError("names: a function of chunks needs the models' names beside it")
@@ -168,10 +168,10 @@ def intervals(
     for influence in row_influences(sim, found, table, chunks):
         for key, p in influence.items(): psi.setdefault(key, []).append(p)
     rows = []
-    for a, b, metric, value in table.itertuples(index=False):
+    for a, b, metric, value, *size in table.itertuples(index=False):
         se, df = _spread(torch.cat(psi[a, b, metric])[:, None], clusters)
-        rows.append((a, b, metric, value, *interval_ends(metric, value, float(se), student.ppf((1 + level) / 2, df)), float(se)))
-    return pd.DataFrame(rows, columns=["a", "b", "metric", "value", "low", "high", "se"])
+        rows.append((a, b, metric, value, *interval_ends(metric, value, float(se), student.ppf((1 + level) / 2, df)), float(se), *size))
+    return pd.DataFrame(rows, columns=["a", "b", "metric", "value", "low", "high", "se", "N", "d_a", "d_b"])
 
 # %% ../nbs/25_intervals.ipynb #fc7a9014
 def _chance(

@@ -57,18 +57,18 @@ def snapshot_steps(
         if not r.done: raise UserError(f"run {r.id} ({r.p.objective}) has not been trained to its end")
     return sorted(set.intersection(*(set(r.snapshots) for r in runs)))
 
-# %% ../nbs/26_measure.ipynb #d339f2e7
+# %% ../nbs/26_measure.ipynb #018446ff
 def _row(of, ds, step, **more): # what all rows of a run's snapshot have in common
     return dict(epoch=step / clock(of.p, len(ds.train)).per_epoch, seed=of.p.seed, note="") | more
 
-def _or_nan(fn, *args): # -> dict(value, note): a metric that refuses its input is NaN, and why
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return dict(value=fn(*args), note="")
-    except ValueError as e: return dict(value=float("nan"), note=str(e))
+def _or_nan(fn, *args): # -> dict(value, note): a metric that refuses its input is NaN, and why; what it warns of is noted too
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try: value = fn(*args)
+        except ValueError as e: return dict(value=float("nan"), note=str(e))
+    return dict(value=value, note="; ".join(dict.fromkeys(str(w.message) for w in said if w.category is UserWarning)))
 
-# %% ../nbs/26_measure.ipynb #488ac39d
+# %% ../nbs/26_measure.ipynb #3cc324e9
 PAIR_METRICS = ("cka", "cka_debiased", "rsa")
 
 def pair_rows(
@@ -81,24 +81,25 @@ def pair_rows(
     "CKA (cosine kernel), its debiased form, RSA, and the weight gap of the first run to each other one, at one snapshot."
     models, base = [load_model(r, step, ds, device) for r in runs], runs[0]
     names = [r.p.objective + "*" * (r.p.drawn != base.p.drawn) for r in runs]
-    labels = [_row(base, ds, step, run=f"{base.id}+{r.id}", pair=f"{names[0]}-{name}") for r, name in zip(runs[1:], names[1:])]
+    labels = [_row(base, ds, step, run=f"{base.id}+{r.id}", pair=f"{names[0]}-{name}", d=models[0].feature_dim) for r, name in zip(runs[1:], names[1:])]
     yield from _compared(models, names, labels, ds, view_spec(base.p, ds), n_ref)
 
 def _compared(models, names, labels, ds, spec, n_ref): # the first model and each other one, whose rows start with `labels`
     for split in ("train", "test"):
-        chunks = [*zip(*(features(m, reference(getattr(ds, split), n_ref), spec) for m in models))]
+        part = reference(getattr(ds, split), n_ref)
+        chunks = [*zip(*(features(m, part, spec) for m in models))]
         for i, label in enumerate(labels, 1):
             found = _or_nan(_similarities, (names[0], names[i]), [(hs[0], hs[i]) for hs in chunks])
-            values = found["value"] if not found["note"] else dict.fromkeys(PAIR_METRICS, float("nan"))
-            for metric in PAIR_METRICS: yield label | dict(split=split, metric=metric, value=values[metric], note=found["note"])
-    for m, label in zip(models[1:], labels): yield label | dict(split="weights", metric="weight_gap", value=mean_weight_gap(models[0].encoder, m.encoder))
+            values = found["value"] if isinstance(found["value"], dict) else dict.fromkeys(PAIR_METRICS, float("nan"))
+            for metric in PAIR_METRICS: yield label | dict(split=split, N=len(part), metric=metric, value=values[metric], note=found["note"])
+    for m, label in zip(models[1:], labels): yield label | dict(split="weights", N=0, d=0, metric="weight_gap", value=mean_weight_gap(models[0].encoder, m.encoder))
 
 def _similarities(names, chunks): # -> {metric: value} of two models
     similarity = Similarity(names, ("cosine",), torch.float64)
     for hs in chunks: similarity.update(list(hs))
     return similarity.result().pairs(PAIR_METRICS).set_index("metric").value.to_dict()
 
-# %% ../nbs/26_measure.ipynb #104c7339
+# %% ../nbs/26_measure.ipynb #7d8f9d0a
 def start_rows(
     runs: list[Run], # Twins; the first one is compared with its own start
     ds: Dataset, # Their data set
@@ -109,10 +110,11 @@ def start_rows(
     "As `pair_rows`, of the first run and its own snapshot at step 0."
     r = runs[0]
     names = [r.p.objective, f"{r.p.objective}@0"]
-    label = _row(r, ds, step, run=r.id, pair="-".join(names))
-    yield from _compared([load_model(r, t, ds, device) for t in (step, 0)], names, [label], ds, view_spec(r.p, ds), n_ref)
+    models = [load_model(r, t, ds, device) for t in (step, 0)]
+    label = _row(r, ds, step, run=r.id, pair="-".join(names), d=models[0].feature_dim)
+    yield from _compared(models, names, [label], ds, view_spec(r.p, ds), n_ref)
 
-# %% ../nbs/26_measure.ipynb #bfe1027a
+# %% ../nbs/26_measure.ipynb #a38be2d8
 def _h(model, split, spec): return torch.cat([*features(model, split, spec)]).cpu()
 
 def downstream_rows(
@@ -127,11 +129,11 @@ def downstream_rows(
     for r in runs:
         model, spec = load_model(r, step, ds, device), view_spec(r.p, ds)
         h, h_test = _h(model, ds.train, spec), _h(model, ds.test, spec)
-        label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="test")
+        label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="test", N=len(ds.test), d=h.shape[1])
         yield label | dict(metric="nccc") | _or_nan(lambda: 100 * nccc(h, ds.train.y, h_test, ds.test.y))
         yield label | dict(metric="linear") | _or_nan(lambda: 100 * fit_linear_probe(h, ds.train.y, **probe).score(h_test, ds.test.y))
 
-# %% ../nbs/26_measure.ipynb #84a569ba
+# %% ../nbs/26_measure.ipynb #9b84e156
 def collapse_rows(
     runs: list[Run], # Each is measured by itself
     ds: Dataset, # Their data set
@@ -143,7 +145,7 @@ def collapse_rows(
     for r in runs:
         part, spec = reference(ds.train, n_ref), view_spec(r.p, ds)
         h, y = _h(load_model(r, step, ds, device), part, spec), part.y
-        label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="train")
+        label = _row(r, ds, step, run=r.id, pair=r.p.objective, split="train", N=len(y), d=h.shape[1])
         W, b = _classifier(h.double(), y)
         for metric, fn in dict(cdnv=lambda: cdnv(h, y), dcdnv=lambda: directional_cdnv(h, y), nc1=lambda: nc1(h, y), nc2_norms=lambda: nc2(h, y).equinorm,
                                nc2_angles=lambda: nc2(h, y).equiangular, nc3=lambda: nc3(h, y, W), nc4=lambda: nc4(h, y, W, b)).items():
@@ -154,7 +156,7 @@ def _classifier(h, y): # -> weights [C, d] and biases [C]: least squares on the 
     W = (torch.linalg.pinv(x.T @ x, rtol=1e-10, hermitian=True) @ x.T @ indicator).T
     return W, indicator.mean(0) - W @ h.mean(0)
 
-# %% ../nbs/26_measure.ipynb #6e2b35d9
+# %% ../nbs/26_measure.ipynb #8167a4b3
 def loss_gap_rows(
     runs: list[Run], # Each is measured by itself; those with a projection
     ds: Dataset, # Their data set
@@ -170,7 +172,7 @@ def loss_gap_rows(
         if not len(batches): raise UserError(f"n_ref = {n_ref}: the loss gap needs at least B = {p.B} reference images")
         means = torch.stack([_losses(model, v, part.y[i].to(device), p) for i, v in zip(batches, split_views(part, batches, u, spec, device))]).mean(0)
         for metric, value in zip(("loss_cl", "loss_nscl", "loss_gap", "odds"), means.tolist()):
-            yield _row(r, ds, step, run=r.id, pair=p.objective, split="train", metric=metric, value=value)
+            yield _row(r, ds, step, run=r.id, pair=p.objective, split="train", N=batches.numel(), d=p.proj_dim, metric=metric, value=value)
 
 def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's class
     with torch.no_grad(): z = model(v.flatten(0, 1))[1].double().unflatten(0, v.shape[:2])
@@ -178,9 +180,9 @@ def _losses(model, v, y, p): # -> L_CL, L_NSCL, gap, mean odds of the anchor's c
     same = y.bincount()[y].double()
     return torch.tensor([cl, nscl, cl - nscl, float(((same - 1) / (len(y) - same)).mean())], dtype=torch.float64)
 
-# %% ../nbs/26_measure.ipynb #d332085e
-MEASURE_VERSION = 2 # goes up when the same runs would give other rows
-COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "seed", "note"]
+# %% ../nbs/26_measure.ipynb #9a9e3054
+MEASURE_VERSION = 3 # goes up when the same runs would give other rows
+COLUMNS = ["run", "epoch", "split", "pair", "metric", "value", "N", "d", "seed", "note"] # N, d: images and features behind the value; 0 for the weights
 MEASURES = {"alignment": pair_rows, "start": start_rows, "downstream": downstream_rows, "downstream_adam": functools.partial(downstream_rows, probe=dict(solver="adam")),
             "collapse": collapse_rows, "loss_gap": loss_gap_rows}
 
@@ -194,7 +196,7 @@ def measured(
     "Tidy rows of the snapshots of twins, computed once and then read from the runs' folder."
     rows_of, steps = pick(MEASURES, what, "measure"), snapshot_steps(runs)
     steps = steps[-1:] if last else steps
-    asked = json.dumps([MEASURE_VERSION, what, [r.id for r in runs], n_ref, steps])
+    asked = json.dumps([MEASURE_VERSION, what, [[r.id, *(f.name for f in r.snapshots.values())] for r in runs], n_ref, steps]) # a snapshot's name has its hash
     folder, key = runs[0].path.parent/"measured", hashlib.sha256(asked.encode()).hexdigest()[:16]
     sweep(folder, older=60)
     file = next((f for f in folder.glob(f"{key}-*.csv") if content_hash(f.read_bytes()) == f.stem[17:]), None) # another content than its name says: measured again

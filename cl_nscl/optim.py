@@ -26,14 +26,15 @@ def decay_groups(
     groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
     return [g for g in groups if g["params"]]
 
-# %% ../nbs/12_optim.ipynb #da0deddf
+# %% ../nbs/12_optim.ipynb #d4c23ae3
 def trust_ratios(
     ws: list[torch.Tensor], # Weights of each layer
     gs: list[torch.Tensor], # Gradients of each layer, weight decay included
     eta: float, # Trust coefficient
 ) -> list[torch.Tensor]: # Scalars; 1 where either norm is zero
     "LARS's step-size multiplier of each layer, without waiting for the device."
-    w, g = (torch.stack(torch._foreach_norm(ts)) for ts in (ws, gs))
+    wide = lambda ts: [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in ts] # a norm above 65504 would be infinite
+    w, g = (torch.stack(torch._foreach_norm(wide(ts))) for ts in (ws, gs))
     return list(torch.where((w > 0) & (g > 0), eta * w / g, 1.0).unbind())
 
 # %% ../nbs/12_optim.ipynb #f7078c60
@@ -110,14 +111,14 @@ def schedule(
     if step < W: return (step + 1) / W
     return 0.5 * (1 + math.cos(math.pi * (step - W + 1) / (total - W + 1)))
 
-# %% ../nbs/12_optim.ipynb #16c99695
+# %% ../nbs/12_optim.ipynb #f6341195
 def clip_gradients(
     params: Iterable[nn.Parameter],
     max_norm: float, # Largest norm of all gradients together; 0: no clipping
 ) -> torch.Tensor: # The norm before clipping, a scalar on the device
     "Scale all gradients together so that their norm is at most `max_norm`."
     ws = [w for w in params if w.grad is not None]
-    if max_norm > 0: return nn.utils.clip_grad_norm_(ws, max_norm)
+    if max_norm > 0 or not ws: return nn.utils.clip_grad_norm_(ws, max_norm)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([w.grad for w in ws])))
 
 # %% ../nbs/12_optim.ipynb #da16306d

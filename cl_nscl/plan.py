@@ -10,7 +10,7 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'looked_at', 'tasks', 'estimate', 'operations', 'duration', 'Progress', 'out_of_memory', 'reason',
            'train_task', 'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
 
-# %% ../nbs/45_plan.ipynb #235bf417
+# %% ../nbs/45_plan.ipynb #1776378e
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from .core import Params, UserError, fill, generator, import_plugins, par, pick, read_yaml, run_id, twin_key
-from .data import DATASETS, Dataset, KNOWN, MissingData, Source, Split, check_classes, cut, equal_counts, fingerprint, is_streamed, labelled, middle_box, open_source, same_data, stand_in, worker_count
+from .data import DATASETS, Dataset, KNOWN, MissingData, Source, Split, check_classes, cut, draw_per_class, equal_counts, fingerprint, is_streamed, labelled, middle_box, open_source, same_data, stand_in, worker_count
 from .losses import OBJECTIVES
 from .measure import measured
 from .models import build_twin, encoder_named
 from .optim import LR_RULES, OPTIMIZERS
 from .store import CannotWrite, Run, mark_failed, stored_files, stored_run, train_runs
-from .twins import Twins, clock, dataset_of, twin_step
+from .twins import Twins, check_batches, clock, dataset_of, twin_step
 
 # %% ../nbs/45_plan.ipynb #dbe8c836
 @dataclass(frozen=True, kw_only=True)
@@ -515,7 +515,7 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #dedf411c
+# %% ../nbs/45_plan.ipynb #c6ccac15
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or for each GPU
@@ -526,12 +526,20 @@ def train_plan(
     for r in runs: # those that are there must be of the data that are there
         if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(json.loads(record.read_text()), now, str(record))
     missing = [r for r in runs if not r.done]
+    for r in missing: check_batches(r.p, *_train_labels(r.p.dataset, r.p.root, r.p.data, r.p.labels, r.p.classes, r.p.n_train, r.p.seed))
     if not missing: return 0
     todo = tasks(missing, jobs := jobs_of(jobs, device))
     jobs = min(jobs, len(todo))
     print(f"training {len(missing)} runs, {sum(clock(r.p, train_size(r.p)).T for r in missing)} steps in all, in {jobs} process{'es' if jobs > 1 else ''}", flush=True)
     check_failures(_run_tasks(todo, jobs, device, threads, Progress(sum(map(images, missing)), "training", sum(map(looked_at, missing)))), len(todo))
     return len(missing)
+
+@functools.lru_cache(64)
+def _train_labels(dataset, root, data, labels, classes, n_train, seed): # as `load_dataset` draws them -> labels [N], original class ids
+    source = _source(dataset, root, data, labels)
+    keep = check_classes(classes, source)
+    y = labelled(source, keep, data or dataset)[0][0]
+    return y[draw_per_class(y, dict(enumerate(equal_counts(y.bincount().tolist(), n_train))), generator(seed, "subset"))] if n_train else y, keep
 
 @functools.cache
 def _fingerprint(*which): # empty: the data are not here

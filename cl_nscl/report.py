@@ -104,7 +104,7 @@ def trend(
     if sign < 0: c |= dict(effect=-c["effect"], low=-c["high"], high=-c["low"])
     return c
 
-# %% ../nbs/41_report.ipynb #cb4dc599
+# %% ../nbs/41_report.ipynb #4f811575
 def sentence(
     c: dict, # A row of the claims table
 ) -> str:
@@ -114,8 +114,9 @@ def sentence(
 def undefined(
     df: pd.DataFrame, # Tidy rows with a column `note`
 ) -> list[str]: # A sentence for each reason; empty if there is none
-    "What could not be measured, and why."
-    return [f"{len(g)} value(s) of {', '.join(g.metric.unique())} are undefined and shown as NaN: {note}." for note, g in df[df.note != ""].groupby("note", sort=False)]
+    "What could not be measured, or only with a warning, and why."
+    state = lambda g: "are undefined and shown as NaN" if g.value.isna().all() else "come with a warning"
+    return [f"{len(g)} value(s) of {', '.join(g.metric.unique())} {state(g)}: {note}." for note, g in df[df.note != ""].groupby("note", sort=False)]
 
 # %% ../nbs/41_report.ipynb #0e5555d0
 def findings(

@@ -6,8 +6,8 @@
 __all__ = ['GPU_RATE', 'NotebookFailed', 'check_notebook', 'withdraw', 'execute', 'made_from', 'make', 'make_all', 'made_for',
            'collect', 'train_here', 'Incomplete', 'reproduce', 'forecast', 'Notebooks', 'detach', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #3e2885b8
-import argparse, concurrent.futures, contextlib, dataclasses, hashlib, json, math, os, sys, tempfile, time
+# %% ../nbs/50_run.ipynb #1c0f6f6e
+import argparse, ast, concurrent.futures, contextlib, dataclasses, hashlib, json, math, os, sys, tempfile, time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from traitlets.config import Config
 
 from . import __version__, calculator, cluster, compare, train
 from .core import UserError, twin_key
-from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, operations, out_of_memory, plan, provide, reason, shipped, source_of, study, study_files, study_values, tasks, train_plan
+from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, operations, out_of_memory, plan, provide, reason, shipped, source_of, study, study_files, study_values, tasks, train_plan, train_size
 from .report import claims_table, load_results, markdown, summary_html
 from .store import Run, sweep, write_atomic
 from .train import setting, study_arguments
@@ -28,15 +28,29 @@ from .twins import Diverged
 class NotebookFailed(RuntimeError):
     "A cell raised or took too long, or the kernel died; names the notebook, where its output is, and the error."
 
-# %% ../nbs/50_run.ipynb #41edee9a
+# %% ../nbs/50_run.ipynb #1103ee5a
+def _assigned(source, where): # the names that a parameters cell gives plain values to
+    try: body = ast.parse(source).body
+    except SyntaxError as e: raise UserError(f"{where}: line {e.lineno} of the parameters cell is not Python ({e.msg})") from None
+    names = set()
+    for n in body:
+        target = n.target if isinstance(n, ast.AnnAssign) else n.targets[0] if isinstance(n, ast.Assign) and len(n.targets) == 1 else None
+        try: ast.literal_eval(n.value); names.add(target.id)
+        except (AttributeError, ValueError, TypeError):
+            raise UserError(f"{where}: line {n.lineno} of the parameters cell is {ast.unparse(n)!r}; each must give a name a plain value, such as tau = 0.5: "
+                            "what is computed there would keep the defaults' value, so compute it in a cell below") from None
+    return names
+
 def check_notebook(
     path: Path, # An experiment
     values: dict, # Parameters to inject
 ) -> None:
     "Refuse a notebook that would ignore some of `values`."
     nb = nbformat.read(path, 4)
-    if sum("parameters" in c.metadata.get("tags", []) for c in nb.cells) != 1: raise UserError(f"{path.name}: needs exactly one cell tagged 'parameters', or the values would be ignored")
-    unknown = set(values) - set(papermill.inspect_notebook(str(path)))
+    tagged = [c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])]
+    if len(tagged) != 1: raise UserError(f"{path.name}: needs exactly one cell tagged 'parameters', or the values would be ignored")
+    unknown = set(values) - _assigned(tagged[0], path.name)
+    if not (nb.metadata.get("kernelspec", {}).get("language") or nb.metadata.get("language_info")): raise UserError(f"{path.name}: names no kernel; open and save it with the kernel python3")
     if unknown: raise UserError(f"{path.name}: has no parameter {', '.join(sorted(unknown))}")
 
 # %% ../nbs/50_run.ipynb #2a0837e1
@@ -239,7 +253,7 @@ def reproduce(
     if wrong: raise Incomplete("\n".join(wrong))
     return folder
 
-# %% ../nbs/50_run.ipynb #b07770c4
+# %% ../nbs/50_run.ipynb #b9cb61fa
 GPU_RATE = 30e12 # floating-point operations a second: what a GPU of the A100's class sustains on these networks in float32 (TF32)
 
 def forecast(
@@ -252,6 +266,8 @@ def forecast(
     seconds, src = estimate(runs, jobs, device), source_of(s)
     lines = [] if src.pixels else [f"{s.title} is not on this machine: planned with its published N = {len(src.train[0]):,}, timed on noise of its shape" + (", decoding left out" if s.size > 64 else "")]
     if device == "cpu" and seconds > 3600: lines += [f"there is no GPU here; on one that sustains {GPU_RATE / 1e12:.0f} TFLOP/s: about {operations(todo) / GPU_RATE / 3600:,.1f} GPU-hours ({operations(todo):.2g} operations, counted)"]
+    N, B = train_size(s), s.B
+    if N % B: lines += [f"each epoch leaves out {N % B} of the {N:,} training images, others each time: B = {B} images of a batch do not divide them"]
     hours = seconds * min(jobs, len(tasks(todo, jobs))) / 3600
     hours = f", {hours:,.0f} {'core' if device == 'cpu' else 'GPU'}-hours" if hours >= 2 else ""
     return "\n".join([*lines, f"{len(runs)} runs, {len(todo)} to train: about {duration(seconds)} in {jobs} process{'es' if jobs > 1 else ''}{hours}; then the notebooks"])

@@ -6,8 +6,9 @@
 __all__ = ['TILE', 'METRICS', 'Moments', 'Centred', 'Pair', 'Similarity', 'Similarities', 'similarities', 'cka', 'drift',
            'spearman', 'rsa']
 
-# %% ../nbs/21_similarity.ipynb #89d92bb9
+# %% ../nbs/21_similarity.ipynb #8e4e086b
 import math, warnings
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np, pandas as pd, torch
@@ -140,7 +141,7 @@ def g_dot(self: Centred, x, y):
     return (a @ self.W @ b + torch.einsum("k,klw,lw", a, self.R, q) + torch.einsum("k,klw,lw", b, self.R, p)
             + rows - (p * self.s).sum() * (q * self.s).sum() / self.N)
 
-# %% ../nbs/21_similarity.ipynb #42440290
+# %% ../nbs/21_similarity.ipynb #c0a33166
 def _dot(A, B): return float(torch.dot(A.reshape(-1), B.reshape(-1)))
 
 @dataclass(frozen=True)
@@ -150,8 +151,9 @@ class Pair:
     size: float # Size of the terms in the difference's first part: its rounding error is `eps * size`
     eps: float # Relative rounding error of the products
     N: int # Rows
+    digits: float = 0.0 # Relative rounding error of the features, by their data type
 
-def _pair(ce, a, b, eps):
+def _pair(ce, a, b, eps, digits=0.0):
     "The parts of models `a` and `b`."
     x, y = ce.T[a], ce.T[b]
     M2, D2, A = ce.gram((x + y) / 2, (x + y) / 2), ce.gram(y - x, y - x), ce.gram(y - x, (x + y) / 2)
@@ -164,14 +166,14 @@ def _pair(ce, a, b, eps):
     u, v = ce.typical(a), ce.typical(b)
     diff, both = [tuple(p + sign * q for p, q in zip(v, u)) for sign in (-1, 1)]
     g = [float(ce.g_dot(p, q)) for p, q in ((u, u), (v, v), (u, v), (diff, diff), (diff, both))]
-    return Pair(np.array([G, S, g]).T, abs(turn) + abs(stretch), eps, ce.N)
+    return Pair(np.array([G, S, g]).T, abs(turn) + abs(stretch), eps, ce.N, digits)
 
-# %% ../nbs/21_similarity.ipynb #a9d583b7
+# %% ../nbs/21_similarity.ipynb #9a0aa03d
 def _angle(p: Pair, w, what, who):
     "The cosine of the angle between the two models in the inner product `w`."
     aa, bb, ab, dd, gap = p.parts @ np.array(w)
     for own, part, name in ((aa, p.parts[0, 0], who[0]), (bb, p.parts[1, 0], who[1])):
-        if own <= 1e6 * p.eps * part: raise ValueError(f"{what}: the similarities of model {name!r} do not vary over the pairs of {p.N} rows, or by less than rounding resolves")
+        if own <= max(1e6 * p.eps, p.digits**2) * part: raise ValueError(f"{what}: the similarities of model {name!r} do not vary over the pairs of {p.N} rows, or by less than rounding resolves")
     na, nb = math.sqrt(aa), math.sqrt(bb)
     return 1 - (dd - (gap / (na + nb))**2) / (2 * na * nb) if dd < 0.1 * na * nb else ab / (na * nb)
 
@@ -201,13 +203,19 @@ def _metric(
 
 METRICS = {"cka": "cosine", "cka_linear": "linear", "cka_debiased": "cosine", "rsa": "cosine", "drift": "cosine", "rho": "cosine", "r": "cosine"}
 
-# %% ../nbs/21_similarity.ipynb #a8303c19
+# %% ../nbs/21_similarity.ipynb #f5043f07
 def _unit(h):
     "Rows of length one, whatever their scale."
     length = h.norm(dim=1, keepdim=True)
     if 1e-150 < length.min() and length.max() < 1e150: return h / length
     h = h / h.abs().amax(1, keepdim=True)                           # squares would overflow or vanish
     return h / h.norm(dim=1, keepdim=True)
+
+def _spread(h):
+    "Root mean square distance from the mean row, per feature, whatever the scale: a power of two is exact."
+    h = h - h.mean(0)
+    unit = 2.0**max(-1000, min(1000, math.frexp(float(h.abs().max()))[1]))
+    return unit * float((h / unit).square().mean().sqrt())
 
 class Similarity:
     "A streaming accumulator over chunks of rows, for all pairs of the named models."
@@ -220,41 +228,53 @@ class Similarity:
         self.names, self.N, self.dtype = list(names), 0, torch.float64
         if len(set(self.names)) < len(self.names) or not self.names: raise ValueError(f"names: must be different and at least one, not {self.names}")
         self.moments = {k: Moments(products) for k in kernels if pick({"cosine": 1, "linear": 1}, k, "kernel")}
-        self.waiting, self.d, self.scale = [], None, None
+        self.waiting, self.d, self.scale, self.seen = [], None, None, set()
 
     def rows(self, tile, kernel):
         "Unit rows, or rows in units of the first tile's spread: linear CKA does not depend on the scale, float32 does."
         if kernel == "cosine": return [_unit(h) for h in tile]
-        self.scale = self.scale or [float((h - h.mean(0)).square().mean().sqrt()) or 1.0 for h in tile]
+        self.scale = self.scale or [_spread(h) or 1.0 for h in tile]
         return [h / s for h, s in zip(tile, self.scale)]
 
-# %% ../nbs/21_similarity.ipynb #702aa407
+# %% ../nbs/21_similarity.ipynb #0e9eab7c
+def _id_lists(ids, names):
+    "The ids that each model's rows come with, or `None` for each."
+    array = lambda i: np.asarray(i.cpu() if torch.is_tensor(i) else i)
+    several = isinstance(ids, (list, tuple)) and any(np.ndim(i) for i in ids)
+    if several and len(ids) != len(names): raise ValueError(f"ids: {len(ids)} lists of ids for the {len(names)} models {', '.join(names)}")
+    each = [None] * len(names) if ids is None else [array(i) for i in ids] if several else [array(ids)] * len(names)
+    for name, i in zip(names, each, strict=True):
+        if i is not None and (i.ndim != 1 or i.dtype.kind not in "iuUS"): raise ValueError(f"model {name!r}: ids must be a list of whole numbers or words, one for each row")
+    return each
+
 def _check(sim, hs, ids):
-    "Refuse a chunk that would make a number silently wrong."
+    "Refuse a chunk that would make a number silently wrong; returns the rows' ids."
     if len(hs) != len(sim.names): raise ValueError(f"hs: {len(hs)} tensors for the {len(sim.names)} models {', '.join(sim.names)}")
-    each = ids if isinstance(ids, (list, tuple)) and len(ids) and np.ndim(ids[0]) == 1 else [ids] * len(hs)
-    each = [None if i is None else np.asarray(i.cpu() if torch.is_tensor(i) else i) for i in each]
-    for m, (name, h, i) in enumerate(zip(sim.names, hs, each)):
-        if h.ndim != 2 or h.is_complex() or 0 in h.shape: raise ValueError(f"model {name!r}: features must be real and [n, d] with n, d >= 1, not {h.dtype} {list(h.shape)}")
+    for m, (name, h, i) in enumerate(zip(sim.names, hs, _id_lists(ids, sim.names), strict=True)):
+        if h.ndim != 2 or h.is_complex() or h.dtype == torch.bool or 0 in h.shape: raise ValueError(f"model {name!r}: features must be real and [n, d] with n, d >= 1, not {h.dtype} {list(h.shape)}")
         if len(h) != len(hs[0]): raise ValueError(f"model {name!r}: {len(h)} rows, but model {sim.names[0]!r} has {len(hs[0])}")
         if sim.d and h.shape[1] != sim.d[m]: raise ValueError(f"model {name!r}: {h.shape[1]} features in this chunk, but {sim.d[m]} before")
         if i is not None and len(i) != len(h): raise ValueError(f"model {name!r}: {len(i)} ids for {len(h)} rows")
         row = lambda bad: f"row {sim.N + (r := int(bad.nonzero()[0][0]))}" + ("" if i is None else f" (id {i[r]})")
-        if i is not None and (bad := i != each[0]).any(): raise ValueError(f"model {name!r}, {row(bad)}: another id than model {sim.names[0]!r}; put the rows in one order")
+        first = i if m == 0 else first
+        if i is not None and (bad := i != first).any(): raise ValueError(f"model {name!r}, {row(bad)}: another id than model {sim.names[0]!r}; put the rows in one order")
         top = h.abs().amax(1)
         if (bad := ~top.isfinite()).any(): raise ValueError(f"model {name!r}, {row(bad)}: NaN or infinite")
         if "cosine" in sim.moments and (bad := top == 0).any(): raise ValueError(f"model {name!r}, {row(bad)}: all zero, so it has no direction")
+    found = Counter([] if first is None else first.tolist())
+    if twice := [i for i, n in found.items() if n > 1 or i in sim.seen]: raise ValueError(f"ids: {twice[0]!r} comes twice; each row needs an id of its own")
+    return found
 
-# %% ../nbs/21_similarity.ipynb #a8f22113
+# %% ../nbs/21_similarity.ipynb #3da8c270
 @patch
 def update(
     self: Similarity,
     hs: list[torch.Tensor], # Features `[n, d_m]` of the same n rows, one tensor for each model
-    ids: object = None, # The rows' ids `[n]`, or one such list for each model, which must agree
+    ids: object = None, # The rows' ids `[n]`, each one once, or one such list for each model, which must agree
 ):
     "Add a chunk of rows."
     hs = [torch.as_tensor(h).detach() for h in hs]
-    _check(self, hs, ids)
+    self.seen.update(_check(self, hs, ids))
     self.d = self.d or [h.shape[1] for h in hs]
     self.dtype = min([self.dtype, *(h.dtype for h in hs if h.is_floating_point())], key=lambda t: -torch.finfo(t).eps)
     self.waiting.append(hs)
@@ -272,7 +292,7 @@ def _flush(self: Similarity, least):
             for kernel, mo in self.moments.items(): mo.add(self.rows(tile, kernel))
     self.waiting = [[h[n:] for h in hs]] if n < len(hs[0]) else []
 
-# %% ../nbs/21_similarity.ipynb #e83be2d7
+# %% ../nbs/21_similarity.ipynb #2ea73882
 @dataclass(frozen=True)
 class Similarities:
     "The similarities of all pairs of models."
@@ -284,13 +304,13 @@ class Similarities:
     def pairs(
         self,
         metrics: tuple[str, ...] | None = None, # Names in `METRICS`; `None`: all that the kernels allow
-    ) -> pd.DataFrame: # Columns a, b, metric, value; `rho` and `r` are relative to model a
+    ) -> pd.DataFrame: # Columns a, b, metric, value, N, d_a, d_b; `rho` and `r` are relative to model a
         "One row for each pair of models and metric."
         kernels = {k for k, _, _ in self.parts}
         metrics = [m for m in METRICS if METRICS[m] in kernels] if metrics is None else metrics
-        rows = [(self.names[a], self.names[b], m, _metric(self.parts[pick(METRICS, m, "metric"), a, b], m, (self.names[a], self.names[b])))
+        rows = [(self.names[a], self.names[b], m, _metric(self.parts[pick(METRICS, m, "metric"), a, b], m, (self.names[a], self.names[b])), self.N, self.d[a], self.d[b])
                 for a in range(len(self.names)) for b in range(a + 1, len(self.names)) for m in metrics]
-        return pd.DataFrame(rows, columns=["a", "b", "metric", "value"])
+        return pd.DataFrame(rows, columns=["a", "b", "metric", "value", "N", "d_a", "d_b"])
 
 # %% ../nbs/21_similarity.ipynb #85df6c6a
 def _centred(sim, kernel):
@@ -310,7 +330,7 @@ def _eps(ce, names):
     if tiles * far <= 1e-6: return tiles * float(far)
     raise ValueError(f"model {names[worst]!r}: its first rows are unlike the rest, which costs too many digits; shuffle the rows, or use products=torch.float64")
 
-# %% ../nbs/21_similarity.ipynb #3f3ac180
+# %% ../nbs/21_similarity.ipynb #3dd4c36a
 @patch
 def result(
     self: Similarity,
@@ -322,15 +342,15 @@ def result(
     for kernel in self.moments:
         ce = _centred(self, kernel)
         eps = _eps(ce, self.names)
-        parts.update({(kernel, a, b): _pair(ce, a, b, eps) for a in M for b in M if a < b})
+        parts.update({(kernel, a, b): _pair(ce, a, b, eps, torch.finfo(self.dtype).eps) for a in M for b in M if a < b})
     return Similarities(self.names, self.N, self.d, parts)
 
-# %% ../nbs/21_similarity.ipynb #790dae3c
+# %% ../nbs/21_similarity.ipynb #1bb2142e
 def similarities(
     hs: dict[str, torch.Tensor], # Model -> features `[N, d_m]`
     kernels: tuple[str, ...] = ("cosine", "linear"), # As in `Similarity`
     ids: object = None, # As in `Similarity.update`
-) -> pd.DataFrame: # Columns a, b, metric, value
+) -> pd.DataFrame: # Columns a, b, metric, value, N, d_a, d_b
     "All metrics of all pairs."
     sim = Similarity(list(hs), kernels)
     sim.update(list(hs.values()), ids)
@@ -365,18 +385,22 @@ def drift(
     "The Frobenius distance of the two cosine-similarity matrices."
     return _one(h1, h2, "drift")
 
-# %% ../nbs/21_similarity.ipynb #e1acb381
+# %% ../nbs/21_similarity.ipynb #e9124e47
 def spearman(
     h1: torch.Tensor, # Features `[N, d1]`
     h2: torch.Tensor, # Features `[N, d2]` of the same samples
-    pairs: int = 100_000, # Pairs of samples to rank
+    pairs: int = 100_000, # Pairs of samples to rank, at least 4
     seed: int = 0, # Of the sample of pairs
     chunk: int = 4096, # Pairs at once
 ) -> dict: # `value`, `pairs` that were ranked, standard `error` of sampling them (0: all pairs)
     "RSA by Spearman's rank correlation."
     hs, N = [torch.as_tensor(h).detach() for h in (h1, h2)], len(h1)
     _check(Similarity(["h1", "h2"], ("cosine",)), hs, None)
+    if N < 3: raise ValueError(f"rsa: needs at least 3 rows, not {N}")
+    for name, v, least in (("pairs", pairs, 4), ("chunk", chunk, 1)):
+        if not isinstance(v, int) or v < least: raise ValueError(f"{name} = {v}: must be a whole number, at least {least}")
     every = N * (N - 1) // 2 <= pairs
+    if (most := min(pairs, N * (N - 1) // 2)) > 10**8: raise ValueError(f"pairs = {pairs}: ranking {most:,} pairs takes about {most * 150 / 2**30:.0f} GiB; at most 100,000,000, or rsa by Pearson, which takes all pairs")
     i, j = torch.triu_indices(N, N, 1) if every else torch.stack([torch.randint(n, (pairs,), generator=generator(seed, "pairs", n)) for n in (N, N - 1)])
     if not every: j = j + (j >= i).long()                          # uniform over pairs of different samples
     ranks = []

@@ -7,8 +7,8 @@ __all__ = ['CIFAR_STATS', 'IMAGENET_STATS', 'COARSE', 'HELD_OUT', 'places', 'cif
            'folder_source', 'folder', 'Rows', 'hub_columns', 'hub_source', 'local_tables', 'hub', 'hub_tables',
            'tiny_imagenet', 'imagenet1k', 'mini_imagenet']
 
-# %% ../nbs/04_sources.ipynb #483ad192
-import csv, hashlib, logging, pickle, warnings
+# %% ../nbs/04_sources.ipynb #42434089
+import csv, hashlib, logging, os, pickle, warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def cifar100(
         if pickle.loads((folder/part).read_bytes(), encoding="latin1")["coarse_labels"] != coarse[-1]: raise UserError(f"{folder/part}: its coarse labels do not follow from the fine ones")
     return _of_arrays(a.data, coarse[0], b.data, coarse[1], names, CIFAR_STATS, dict(folder=str(folder), labels="coarse"))
 
-# %% ../nbs/04_sources.ipynb #24891d5e
+# %% ../nbs/04_sources.ipynb #aaf6b52a
 HELD_OUT = ("test", "val", "validation", "valid")
 
 def tree(
@@ -97,7 +97,7 @@ def tree(
     classes: list[str], # Those to look at
 ) -> tuple[list, int]: # (class, path below the parent of `folder`, bytes) of each image; files left out
     "The images of a split."
-    listed, left_out = [], 0
+    with os.scandir(folder) as beside: listed, left_out = [], sum(e.is_file() for e in beside)
     for c in classes:
         files, n = image_files(folder/c)
         listed += [(c, f"{folder.name}/{c}/{p}", size) for p, size in files]; left_out += n
@@ -259,7 +259,27 @@ def hub_tables(
         raise missing(name, f"copy of {repository}", ["the library's cache"], f"the download from huggingface.co failed ({type(e).__name__}: {' '.join(str(e).split())[:300]})",
                       "run once where the download works (a gated set needs `hf auth login` first)", "copy the set here, as parquet files or with save_to_disk, and name its folder as root") from None
 
-# %% ../nbs/04_sources.ipynb #df2083ca
+# %% ../nbs/04_sources.ipynb #d02e2194
+def _table(path, *columns, **how): # a table of text -> the words in these columns, line by line; how: of `csv.DictReader`
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f: lines = [(r, reader.line_num) for reader in [csv.DictReader(f, **how)] for r in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as e: raise UserError(f"{path}: cannot be read as a table ({e})") from None
+    if not lines: raise UserError(f"{path}: is empty; must name images, one in each line")
+    for r, n in lines:
+        if not all((r.get(c) or "").strip() for c in columns): raise UserError(f"{path}, line {n}: must hold {' and '.join(columns)}, separated by {how.get('delimiter', ',')!r}; it holds {', '.join(k for k in r if k and r[k])}")
+    return [[r[c] for c in columns] for r, _ in lines]
+
+def _labelled_files(rows, base, folder, table, called=str): # (class, name) of each line -> the images, each once and all of them there; how many other files
+    files, out = image_files(base/folder)
+    there, seen = {called(p): (p, size) for p, size in files}, {}
+    lacking = [f for _, f in rows if f not in there]
+    if lacking: raise UserError(f"{base/folder/lacking[0]}: is missing; {len(lacking)} of {len(rows)} images in {table} are")
+    for c, f in rows:
+        if f in seen: raise UserError(f"{table}: {f} is named twice, as {seen[f]} and as {c}; each image must be named once")
+        seen[f] = c
+    return [(c, f"{folder}/{there[f][0]}", there[f][1]) for c, f in rows], out + len(there) - len(seen)
+
+# %% ../nbs/04_sources.ipynb #6f24febf
 def _elsewhere(name, looked_for, root, download, repository, stats, where): # a copy from the hub in root, or the hub
     for p in where:
         if p.is_dir() and (splits := local_tables(p)): return hub_source(name, splits, stats=stats)
@@ -282,15 +302,12 @@ def tiny_imagenet(
     where = places(root, "tiny_imagenet", "tiny-imagenet-200")
     base = next((p for p in where if (p/"val"/"val_annotations.txt").is_file() and (p/"train").is_dir()), None)
     if base is None: return _elsewhere("tiny_imagenet", "tiny-imagenet-200 with train/ and val/val_annotations.txt", root, download, "zh-plus/tiny-imagenet", IMAGENET_STATS, where)
-    rows = [line.split("\t")[:2] for line in (base/"val"/"val_annotations.txt").read_text().splitlines() if line.strip()]
-    sizes = dict(image_files(base/"val"/"images")[0])
-    lacking = [f for f, _ in rows if f not in sizes]
-    if lacking: raise UserError(f"{base/'val'/'images'/lacking[0]}: is missing; {len(lacking)} of {len(rows)} images in val_annotations.txt are")
-    classes = class_folders(base/"train")
-    train, out = tree(base/"train", classes)
-    return file_source("tiny_imagenet", base, classes, train, [(c, f"val/images/{f}", sizes[f]) for f, c in rows], IMAGENET_STATS, dict(splits=["train", "val"], left_out=out))
+    rows = _table(base/"val"/"val_annotations.txt", "class", "file", fieldnames=("file", "class"), delimiter="\t", quoting=csv.QUOTE_NONE)
+    test, out_test = _labelled_files(rows, base, "val/images", "val_annotations.txt")
+    train, out = tree(base/"train", classes := class_folders(base/"train"))
+    return file_source("tiny_imagenet", base, classes, train, test, IMAGENET_STATS, dict(splits=["train", "val"], left_out=out + out_test))
 
-# %% ../nbs/04_sources.ipynb #8c58ad82
+# %% ../nbs/04_sources.ipynb #bd981950
 def imagenet1k(
     root: str = "", # Holds train/ and val/, ILSVRC/Data/CLS-LOC, or a copy from the hub; empty: cache folder, hub
     download: bool = True, # Fetch it if need be?
@@ -305,40 +322,34 @@ def imagenet1k(
     return _elsewhere("imagenet1k", "train/ and val/ with a folder for each class", root, download, "ILSVRC/imagenet-1k", IMAGENET_STATS, where)
 
 def _kaggle(base, table): # validation images in one folder, their classes in a CSV file
-    with open(table, newline="") as f: of = {r["ImageId"]: r["PredictionString"].split()[0] for r in csv.DictReader(f)}
-    files, out = image_files(base/"val")
-    lacking = [p for p, _ in files if Path(p).stem not in of]
-    if lacking: raise UserError(f"{table}: has no class for {lacking[0]}, nor for {len(lacking) - 1} others")
-    classes = class_folders(base/"train")
-    train, out_train = tree(base/"train", classes)
-    return file_source("imagenet1k", base, classes, train, [(of[Path(p).stem], f"val/{p}", size) for p, size in files], IMAGENET_STATS, dict(splits=["train", "val"], left_out=out + out_train))
+    rows = [(said.split()[0], f) for said, f in sorted(_table(table, "PredictionString", "ImageId"), key=lambda r: r[1])]
+    test, out = _labelled_files(rows, base, "val", table, lambda p: Path(p).stem)
+    if unnamed := sorted({f"val/{p}" for p, _ in image_files(base/"val")[0]} - {p for _, p, _ in test}): raise UserError(f"{table}: has no class for {unnamed[0]}, nor for {len(unnamed) - 1} others")
+    train, out_train = tree(base/"train", classes := class_folders(base/"train"))
+    return file_source("imagenet1k", base, classes, train, test, IMAGENET_STATS, dict(splits=["train", "val"], left_out=out + out_train))
 
-# %% ../nbs/04_sources.ipynb #02592e15
+# %% ../nbs/04_sources.ipynb #848da94e
 def mini_imagenet(
     root: str = "", # Holds class folders, train.csv, val.csv, test.csv with images/, or a copy from the hub; empty: cache folder, hub
     download: bool = True, # Fetch it if need be?
 ) -> Source: # 50,000 training images of 100 classes
     "Mini-ImageNet with all 100 classes in both splits."
     where = places(root, "mini_imagenet", "mini-imagenet", "miniImageNet", "mini_imagenet")
-    if base := next((p for p in where if (p/"train.csv").is_file() and (p/"images").is_dir()), None): return _resplit(base, _csv_lists(base))
+    if base := next((p for p in where if (p/"train.csv").is_file() and (p/"images").is_dir()), None): return _resplit(base, *_csv_lists(base))
     if base := next((p for p in where if split_folders(p)), None):
         a, b = split_folders(base)
         if set(class_folders(a)) & set(class_folders(b)): return folder_source("mini_imagenet", base, IMAGENET_STATS)
-        return _resplit(base, [row for s in ("train", *HELD_OUT) if (base/s).is_dir() for row in tree(base/s, class_folders(base/s))[0]])
+        trees = [tree(base/s, class_folders(base/s)) for s in ("train", *HELD_OUT) if (base/s).is_dir()]
+        return _resplit(base, [row for listed, _ in trees for row in listed], sum(out for _, out in trees))
     return _elsewhere("mini_imagenet", "class folders and no train.csv with images/", root, download, "timm/mini-imagenet", IMAGENET_STATS, where)
 
-def _csv_lists(base): # class, path, bytes of all images that the three files name
-    sizes, listed = dict(image_files(base/"images")[0]), []
-    for s in ("train", "val", "test"):
-        if not (base/f"{s}.csv").is_file(): continue
-        with open(base/f"{s}.csv", newline="") as f: listed += [(r["label"], r["filename"]) for r in csv.DictReader(f)]
-    lacking = [p for _, p in listed if p not in sizes]
-    if lacking: raise UserError(f"{base/'images'/lacking[0]}: is missing; {len(lacking)} of {len(listed)} images in the CSV files are")
-    return [(c, f"images/{p}", sizes[p]) for c, p in sorted(listed)]
+def _csv_lists(base): # class, path, bytes of all images that the three files name; how many other files
+    rows = [row for s in ("train", "val", "test") for row in _table(base/f"{s}.csv", "label", "filename")]
+    return _labelled_files(sorted(map(tuple, rows)), base, "images", "train.csv, val.csv, test.csv")
 
-def _resplit(base, listed): # one sixth of each class is held out
+def _resplit(base, listed, left_out): # one sixth of each class is held out
     classes = sorted({c for c, _, _ in listed})
     y = torch.tensor([classes.index(c) for c, _, _ in listed])
     take = set(draw_per_class(y, {c: max(1, n // 6) for c, n in enumerate(y.bincount().tolist())}, generator(0, "split")).tolist())
     train, test = ([row for i, row in enumerate(listed) if (i in take) == held] for held in (False, True))
-    return file_source("mini_imagenet", base, classes, train, test, IMAGENET_STATS, dict(splits=["five sixths of each class", "one sixth"]))
+    return file_source("mini_imagenet", base, classes, train, test, IMAGENET_STATS, dict(splits=["five sixths of each class", "one sixth"], left_out=left_out))

@@ -8,7 +8,7 @@ __all__ = ['CannotWrite', 'write_atomic', 'sweep', 'content_hash', 'stored_files
            'load_checkpoint', 'load_snapshot', 'history', 'provenance', 'locked', 'holder', 'resumable', 'Paused',
            'train_runs']
 
-# %% ../nbs/20_store.ipynb #f621d30b
+# %% ../nbs/20_store.ipynb #600dcff8
 import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from .data import data_record, same_data
 from .distributed import from_main, is_main, world
 from .models import encoder_record
 from .optim import peak_lr, schedule
-from .twins import Diverged, Twins, arithmetic, check_finite, clock, dataset_of, load_state, train, twin_state
+from .twins import Diverged, Twins, arithmetic, check_finite, clock, collapsed, dataset_of, load_state, train, twin_state
 
 # %% ../nbs/20_store.ipynb #cd1d281d
 class CannotWrite(OSError):
@@ -112,7 +112,12 @@ def read_stored(
     else: reason = "its content does not match the hash in its name"
     set_aside(path, reason)
 
-# %% ../nbs/20_store.ipynb #681a3173
+# %% ../nbs/20_store.ipynb #460fb14d
+def _foreign(x, at=""): # what the safe loader would refuse: (place, type)
+    if isinstance(x, dict) or type(x) in (list, tuple):
+        for k, v in x.items() if isinstance(x, dict) else enumerate(x): yield from _foreign(v, f"{at}[{k!r}]")
+    elif not isinstance(x, torch.Tensor) and type(x) not in (int, float, str, bool, bytes, type(None)): yield f"{at} is a {type(x).__module__}.{type(x).__name__}"
+
 def write_stored(
     folder: Path,
     kind: str, # "checkpoint" or "snapshot"
@@ -120,6 +125,7 @@ def write_stored(
     content: dict, # A state (checkpoint) or a state_dict (snapshot)
 ) -> Path:
     "Write `content` under a name that carries its step and hash, in place of an older file of that step."
+    if bad := next(_foreign(content), ""): raise ValueError(f"{kind} at step {step}: {bad}, which could not be read back; store tensors and plain numbers")
     if kind == "snapshot": data, ext = safe_save({k: v.detach().cpu().contiguous() for k, v in content.items()}), "safetensors"
     else:
         torch.save(content, buffer := io.BytesIO())
@@ -339,7 +345,7 @@ def _alone(run): # -> step, (run,), (state,)
     [(step, group)] = resumable([run])
     return step, *zip(*group)
 
-# %% ../nbs/20_store.ipynb #74140fa3
+# %% ../nbs/20_store.ipynb #ee03f2f0
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
@@ -366,10 +372,11 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
         except Diverged as e:
             concurrent.futures.wait([write] if write else [])
             raise Diverged(f"{e}; last good checkpoint{'s' if len(runs) > 1 else ''}: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
-    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
-    from_main(lambda: _finish(runs, end, twins.skipped, twins.clock))
+    flat = [[t for t in twins.clock.snapshots if t and collapsed(twins, t - 1, losses[:, t - 1])[i]] for i in range(len(runs))]
+    with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, dropped=len(twins.ds.train) % twins.p.B, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
+    from_main(lambda: _finish(runs, end, twins.skipped, flat, twins.clock))
 
-# %% ../nbs/20_store.ipynb #18ad3a4c
+# %% ../nbs/20_store.ipynb #6795462a
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
     if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
@@ -389,11 +396,11 @@ def _forget(run, first, snapshots): # also snapshots that the checkpoint does no
 def _write_history(run, losses, clock):
     write_atomic(run.path/"history.csv", history(run.p, losses, clock.per_epoch, clock.T).to_csv(index=False).encode())
 
-def _finish(runs, end, skipped, clock):
-    for r, n in zip(runs, skipped):
+def _finish(runs, end, skipped, flat, clock): # flat: the snapshots at which the loss was that of identical projections
+    for r, n, steps in zip(runs, skipped, flat):
         left = {t: f.name for t, f in r.snapshots.items()}
         if tuple(left) != clock.snapshots: raise RuntimeError(f"run {r.id} has snapshots at steps {[*left]}, not at {[*clock.snapshots]}; it is not marked as done")
-        write_atomic(r.path/"done.json", (json.dumps(end | dict(snapshots=[*left.values()]) | (dict(skipped=n) if n else {}), indent=1) + "\n").encode())
+        write_atomic(r.path/"done.json", (json.dumps(end | dict(snapshots=[*left.values()]) | (dict(skipped=n) if n else {}) | (dict(collapsed=steps) if steps else {}), indent=1) + "\n").encode())
 
 def _each(fn, state): # every tensor of a state through `fn`
     if torch.is_tensor(state): return fn(state)

@@ -64,6 +64,36 @@ def test_M23_equal_means_are_found_in_spite_of_rounding(directional, offset):
     assert p.left_out == 1 and p.mean == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_M23_means_are_equal_up_to_the_rounding_of_the_data_type(dtype):
+    "Class 1 mirrors class 0 at its mean, but for the rounding of its rows: in float64 arithmetic CDNV would be 1e15."
+    a, far = (torch.randn(500, 64, generator=generator(0, "M23", s)) for s in "ab")
+    a = a.to(dtype)
+    h, y = torch.cat([a, (2 * a.double().mean(0) - a.double()).to(dtype), (far + 5).to(dtype)]), torch.arange(3).repeat_interleave(500)
+    assert cdnv_pairs(h, y).left_out == 1
+    for f, want in ((cdnv, 0.04), (directional_cdnv, 0.0006)):
+        with pytest.warns(UserWarning, match="1 of them"): assert f(h, y) == pytest.approx(want, rel=0.1)
+
+
+@pytest.mark.parametrize("f", [*BOTH, nc1, nc2, effective_rank])
+def test_M08_a_net_that_is_constant_up_to_rounding_is_refused(f):
+    h, y = torch.randn(1, 64, generator=generator(0, "M08")) * (1 + 1e-7 * torch.randn(400, 1, generator=generator(0, "M08", 1))), torch.arange(400) % 4
+    with pytest.raises(ValueError, match="same mean|all rows are equal"): f(h, y) if f is not effective_rank else f(h)
+
+
+def test_M22_labels_from_every_second_place():
+    h, y = clouds()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cdnv(h, y.repeat_interleave(2)[::2]) == cdnv(h, y)
+
+
+@pytest.mark.parametrize("b", [torch.tensor([6.0]), torch.zeros(3)])
+def test_M24_a_bias_for_each_class(b):
+    h, y = clouds(C=2)
+    with pytest.raises(ValueError, match=r"b: must be \[C\] = \[2\]"): nc4(h, y, torch.randn(2, 8, generator=generator(0, "W")), b)
+
+
 def test_M23_close_means_are_not_equal():
     h, y = column(0, 2, 1e-4, 2.0001, 10, 12), torch.tensor([0, 0, 1, 1, 2, 2])
     assert cdnv_pairs(h, y).left_out == 0

@@ -294,7 +294,7 @@ def test_the_command_writes_table_chart_and_rows(tmp_path, capsys):
     a, b = write(tmp_path/"a.npy", h), write(tmp_path/"b.pt", h + normal(60, 10, seed=1))
     command(a, b, "--json", tmp_path/"rows.json", "--out", tmp_path/"out", "--level", "0.9")
     rows = json.loads((tmp_path/"rows.json").read_text())
-    assert all(list(r) == ["a", "b", "metric", "value", "low", "high"] and r["low"] <= r["value"] <= r["high"] for r in rows)
+    assert all(list(r) == ["a", "b", "metric", "value", "low", "high", "N", "d_a", "d_b"] and r["N"] == 60 and r["low"] <= r["value"] <= r["high"] for r in rows)
     assert {(r["a"], r["b"]) for r in rows} == {("a", "b")} and [r["metric"] for r in rows] == list(module.PAIR_METRICS)
     assert sorted(p.name for p in (tmp_path/"out").iterdir()) == ["cka.json", "cka.png", "cka.svg", "table.csv"]
     said = capsys.readouterr().out

@@ -33,7 +33,14 @@ def test_D09_targets_of_a_subset_are_0_to_C_minus_1_and_map_back():
         assert ds.original(torch.arange(ds.C)).tolist() == list(classes)
 
 
-@pytest.mark.parametrize("classes, says", [((7, 7), "twice"), ((3, 12), "12 is no class; valid ids: 0 to 9"), ((-1,), "-1 is no class")])
+@pytest.mark.parametrize("y", [-1, 2, [0, 1, 2]])
+def test_E05_a_label_that_no_class_has_is_refused(y):
+    "-1 would be the last class."
+    with pytest.raises(ValueError, match=r"y: labels must be in 0..1, not from"): load_dataset("digits", classes=(7, 2)).original(torch.tensor(y))
+
+
+@pytest.mark.parametrize("classes, says", [((7, 7), "twice"), ((3, 12), "12 is no class; valid ids: 0 to 9"), ((-1,), "-1 is no class"),
+                                           ((True, 2), "True is no class"), ((7.0, 2), "7.0 is no class")])
 def test_bad_classes_are_refused_in_one_line(classes, says):
     with pytest.raises(UserError, match=says) as e: load_dataset("digits", classes=classes)
     assert "\n" not in str(e.value)

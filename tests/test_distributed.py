@@ -213,6 +213,7 @@ def test_P08_every_parameter_has_a_gradient_so_none_is_looked_for():
 # --- refusals: on all ranks, without a hang
 
 def unequal(): return says(lambda: gather(torch.randn(2, 5 - rank(), 3)))
+def mixed(): return says(lambda: gather(torch.randn(2, 4, 3, dtype=torch.float64 if rank() else torch.float32)))
 def odd_share(): return says(lambda: Twins([run("cl", B=25)], DS))
 def odd_chunk(): return says(lambda: Twins([run("cl", chunk=9)], DS))
 def other_data(): return says(lambda: Twins([run("cl")], dataset_of(dataclasses.replace(P, n_train=100 + 10 * rank()))))
@@ -227,7 +228,8 @@ def failing_main():
 
 
 @pytest.mark.parametrize("fn, text", [
-    (unequal, "processes disagree on the shape of their share of a batch: (2, 5, 3) on 0, (2, 4, 3) on 1"),
+    (unequal, "processes disagree on shape and type of their share of a batch: ((2, 5, 3), 'torch.float32') on 0, ((2, 4, 3), 'torch.float32') on 1"),
+    (mixed, "((2, 4, 3), 'torch.float32') on 0, ((2, 4, 3), 'torch.float64') on 1"),
     (odd_share, "parameter B = 25: cannot be shared by 2 processes"), (odd_chunk, "parameter chunk = 9: cannot be shared by 2 processes"),
     (other_data, "processes disagree on the data set"), (other_run, "processes disagree on the runs to train"),
     (nan_on_one, "the outputs of cl became nan at step 0"), (failing_main, "the disk is full")])

@@ -8,6 +8,7 @@ import nbformat, numpy as np, pytest, torch
 from cl_nscl.core import Params
 from cl_nscl.data import batches, loader
 from cl_nscl.plan import Failed, train_plan
+from cl_nscl.core import UserError
 from cl_nscl.run import NotebookFailed, execute
 from cl_nscl.store import CannotWrite, Run, content_hash, failure, history, load_checkpoint, load_snapshot, read_stored, save_checkpoint, stored_files, stored_run, train_runs, write_atomic, write_stored
 from cl_nscl.twins import dataset_of
@@ -153,6 +154,14 @@ def test_R03_steps_compare_as_numbers(tmp_path):
     assert [*stored_files(run.path, "checkpoint")] == [20, 90, 100] and load_checkpoint(run)["step"] == 100
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "snapshot"])
+@pytest.mark.parametrize("bad", [np.float64(2), np.arange(2), Path("x"), {3}])
+def test_R07_what_could_not_be_read_back_is_not_written(tmp_path, kind, bad):
+    before = write_stored(tmp_path, kind, 2, dict(w=torch.ones(2)))
+    with pytest.raises(ValueError, match=rf"{kind} at step 2: \['a'\]\[0\] is a .*, which could not be read back"): write_stored(tmp_path, kind, 2, dict(w=torch.ones(2), a=[bad]))
+    assert [*tmp_path.iterdir()] == [before] and read_stored(before)["w"].sum() == 2
+
+
 def test_R07_R08_checkpoints_hold_what_the_safe_loader_takes_and_random_state_survives(tmp_path, through):
     "No random state is stored, since every stream is named by seed and step; what a caller adds comes back as it was, on the CPU."
     for r in through:
@@ -182,7 +191,9 @@ class Evil:
 def test_a_crafted_checkpoint_does_not_run(tmp_path, monkeypatch, through):
     monkeypatch.chdir(tmp_path)
     runs = begun(tmp_path, 9)
-    write_stored(runs[0].path, "checkpoint", 8, dict(step=8, run=runs[0].id, snapshots=[Evil()]))
+    torch.save(dict(step=8, run=runs[0].id, snapshots=[Evil()]), raw := io.BytesIO())
+    stored_files(runs[0].path, "checkpoint")[8].unlink()
+    (runs[0].path/f"checkpoint-00000008-{content_hash(raw.getvalue())}.pt").write_bytes(raw.getvalue())
     said = quiet(train_runs, runs)
     assert "checkpoint-00000008" in said and not Path("pwned").exists() and whole(runs) == whole(through)
 
@@ -353,6 +364,20 @@ def test_N05_a_failing_dying_or_hanging_notebook_leaves_no_result(tmp_path, end,
     notebook(path, f"out = {str(out)!r}", SAVE)
     execute(path, {}, out)
     assert [m["name"] for m in load_results(out)] == ["01_x"] and not [*(out/"failed").iterdir()]
+
+
+@pytest.mark.parametrize("cell, says", [("bs = 256\nlr = 0.3 * bs / 256", "line 2 of the parameters cell is 'lr = 0.3"), ("bs = 256; lr = 0.3 * bs / 256", "line 1 .* 'lr ="),
+                                        ("import math\nbs = 256", "line 1 .* 'import math'"), ("bs, lr = 1, 2", "line 1 .* each must give"), ("bs = (", "line 1 of the parameters cell is not Python")])
+def test_N03_a_value_that_is_computed_among_the_parameters_is_refused(tmp_path, cell, says):
+    "With bs = 1024 injected below, lr would stay what 256 makes of it."
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell, metadata=dict(tags=["parameters"]))], metadata=dict(kernelspec=dict(name="python3", language="python", display_name="x")))
+    nbformat.write(nb, tmp_path/"a.ipynb")
+    with pytest.raises(UserError, match=f"a.ipynb: .*{says}"): execute(tmp_path/"a.ipynb", dict(bs=1024), tmp_path)
+
+
+def test_N07_a_notebook_without_a_kernel_is_named(tmp_path):
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("bs = 1", metadata=dict(tags=["parameters"]))]), tmp_path/"a.ipynb")
+    with pytest.raises(UserError, match="a.ipynb: names no kernel"): execute(tmp_path/"a.ipynb", dict(bs=2), tmp_path)
 
 
 def test_N07_any_kernel_name_runs_under_this_interpreter(tmp_path):

@@ -23,6 +23,18 @@ def test_hook_cleans_a_notebook_and_lets_a_clean_one_pass(tmp_path):
     done = run("git", "commit", "-qm", "dirty")
     assert done.returncode == 1 and "cleaned and exported" in done.stderr, done.stderr
     assert path.read_text() == (ROOT/"nbs/00_core.ipynb").read_text()
+    lines, modules = path.read_text().splitlines(), {p.name: p.read_bytes() for p in (tmp_path/"cl_nscl").glob("*.py")}
+    path.write_text("\n".join([*lines[:3], "<<<<<<< HEAD", lines[3], "=======", lines[3], ">>>>>>> other", *lines[4:]]) + "\n")
+    run("git", "add", "-A")
+    done = run("git", "commit", "-qm", "conflict")                                           # N12: file and line, no traceback, no half a module
+    assert done.returncode == 1 and "nbs/00_core.ipynb:4:<<<<<<< HEAD" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert modules == {p.name: p.read_bytes() for p in (tmp_path/"cl_nscl").glob("*.py")}
+    shutil.copytree(ROOT/"tools", tmp_path/"tools")
+    for which in ("readme", "00"):
+        done = run(sys.executable, "tools/notebooks.py", which)
+        assert done.returncode == 1 and done.stderr.startswith("nbs/00_core.ipynb:4: a conflict marker"), done.stderr
+    path.write_text((ROOT/"nbs/00_core.ipynb").read_text())
+    shutil.rmtree(tmp_path/"tools")
     (tmp_path/"nbs/note.ipynb").write_text((ROOT/"nbs/index.ipynb").read_text())
     run("git", "add", "-A")
     done = run("git", "commit", "-qm", "clean")

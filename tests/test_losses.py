@@ -273,6 +273,25 @@ def test_L14_projections_of_any_length():
         assert call(name, torch.stack([a * z[0], b * z[1]]), y).item() == pytest.approx(call(name, z, y).item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", list(L.OBJECTIVES))
+def test_L12_a_temperature_that_overflows_is_refused(name):
+    "1 / 1e-39 is infinite in float32: the loss would be NaN. The smallest that is allowed is fine."
+    z, y = draw(2, 6, 4, dtype=torch.float32).requires_grad_(), torch.arange(6) % 3
+    if name == "ce": return
+    with pytest.raises(ValueError, match="tau must be at least 1e-30, not 1e-39"): L.OBJECTIVES[name].fn(z, y, 1e-39, "cross")
+    loss = L.OBJECTIVES[name].fn(z, y, 1e-30, "cross")
+    loss.backward()
+    assert loss.isfinite() and z.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [L.CLLoss, L.NSCLLoss, L.SCLLoss, L.NTXentLoss])
+def test_L15_a_loss_object_refuses_at_once_what_it_cannot_work_with(make):
+    with pytest.raises(ValueError, match="tau must be a finite number > 0, not 0"): make(tau=0)
+    with pytest.raises(ValueError, match="tensors of one shape"): make()([1], [2])
+    if make in (L.CLLoss, L.NSCLLoss):
+        with pytest.raises(ValueError, match="pairs must be"): make(pairs="every")
+
+
 def test_L15_one_object_serves_batches_of_any_size():
     for criterion in (L.CLLoss(0.1), L.NTXentLoss(0.1), L.NSCLLoss(0.1), L.SCLLoss(0.1)):
         for B in (256, 100, 3):

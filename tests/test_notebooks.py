@@ -46,6 +46,13 @@ def test_notebook_runs_and_its_tables_are_not_stale(path, tmp_path):
         assert len(a) == len(b) and all(abs(x - y) <= 0.02 * max(1, abs(x)) for x, y in zip(a, b)), f"run make notebooks: {[(x, y) for x, y in zip(a, b) if x != y][:9]}"
 
 
+def test_N03_every_parameters_cell_holds_plain_values():
+    from cl_nscl.run import check_notebook
+    checked = [p for p in ALL if any("parameters" in c["metadata"].get("tags", []) for c in cells(p))]
+    assert len(checked) >= 9
+    for p in checked: check_notebook(p, {})
+
+
 @pytest.mark.parametrize("path", ALL, ids=lambda p: p.stem)
 def test_notebook_is_well_formed(path):
     "N02, N07, N12: a title and a one-line description, the project's kernel, no error outputs, no conflict markers."

@@ -205,6 +205,22 @@ def test_O13_clipping_sees_unscaled_gradients():
     assert norm.item() == pytest.approx(0.5) and w.grad.norm().item() == pytest.approx(0.5)
     torch.testing.assert_close(w.detach(), torch.tensor([0.7, 0.6]))
 
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_O13_no_gradient_has_norm_zero(max_norm):
+    assert clip_gradients([nn.Parameter(torch.ones(2))], max_norm).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_O04_norms_of_half_precision_weights_do_not_overflow(dtype):
+    "The norm of 300 x ones(400, 400) is 120,000, more than float16 holds."
+    w, v = (nn.Parameter(torch.full((400, 400), 300.0, dtype=t)) for t in (dtype, torch.float32))
+    for p in (w, v):
+        p.grad = torch.ones_like(p)
+        LARS([p], lr=1.0, momentum=0, eta=0.01).step()
+    assert torch.allclose(w.float(), v, rtol=torch.finfo(dtype).eps) and abs(v[0, 0] - 297) < 0.01
+
+
 @pytest.mark.parametrize("max_norm,after", [(1.0, 1.0), (0.0, 13.0), (20.0, 13.0)])
 def test_the_norm_returned_is_the_one_before_clipping(max_norm, after):
     a, b, c = param([0.0, 0.0], [3.0, 4.0]), param([0.0], [12.0]), nn.Parameter(torch.zeros(2))

@@ -30,6 +30,16 @@ def test_E03_test_statistics_are_never_used(accuracy):
     assert accuracy(h, y, (h + 3) - (h + 3).mean(), y) == 1.0
 
 
+@pytest.mark.parametrize("width", [1, 5])
+def test_E03_rows_of_another_width_are_refused(width):
+    "One column would be spread over all columns of the training rows, and score something."
+    h, y, narrow = *TRAIN, TEST[0][:, :width]
+    probe = fit_linear_probe(h, y, reg=0.01)
+    for score in (lambda: nccc(h, y, narrow, y), lambda: nccc_few_shot(h, y, narrow, y, 3), lambda: knn(h, y, narrow, y),
+                  lambda: probe.score(narrow, y), lambda: probe.loss(narrow, y), lambda: probe.logits(narrow), lambda: linear_probe(h, y, narrow, y)):
+        with pytest.raises(ValueError, match=rf"must be \[M, 6\] like the training rows, not \[160, {width}\]"): score()
+
+
 def test_E05_a_subset_of_classes_is_scored_on_its_own_labels():
     "Classes [7, 2] of ten: labels 0 and 1 inside, predictions in the source's ids, other rows excluded and counted, a 2 x 2 table."
     ds = load_dataset("digits", classes=(7, 2), size=8)
@@ -64,8 +74,17 @@ def test_E07_more_repeats_keep_the_first_ones():
 
 def test_E08_more_shots_than_rows_are_refused():
     h, y = clouds(20)
-    with pytest.raises(ValueError, match="n_shot = 500: must be at least 1 and at most 20"): nccc_few_shot(h, y, *TEST, n_shot=500)
+    with pytest.raises(ValueError, match="n_shot = 500: must be a whole number, at least 1 and at most 20"): nccc_few_shot(h, y, *TEST, n_shot=500)
     with pytest.raises(ValueError, match="at most 1, the training rows of class 3"): nccc_few_shot(h[:7], torch.tensor([0, 0, 1, 1, 2, 2, 3]), *TEST, n_shot=2)
+
+
+def test_E08_counts_are_whole_and_labels_may_be_any_list():
+    h, y = clouds(20)
+    assert shots(y.tolist(), 2).equal(shots(y, 2)) and shots(y.numpy(), 2).equal(shots(y, 2))
+    with pytest.raises(ValueError, match="N > 0"): shots(y[:0], 2)
+    for n in (2.5, 0, -1, "2"):
+        with pytest.raises(ValueError, match=f"n_shot = {n}: must be a whole number"): nccc_few_shot(h, y, *TEST, n_shot=n)
+        with pytest.raises(ValueError, match=f"k = {n}: must be a whole number"): knn(h, y, *TEST, k=n)
 
 
 def test_E09_leave_one_out_does_not_find_itself():
@@ -141,6 +160,16 @@ def test_E14_warns_when_the_solver_did_not_converge():
         assert fit_linear_probe(*TRAIN, solver="adam").converged is None
 
 
+def test_E14_warns_when_the_choice_did_not_converge():
+    "The chosen lambda converges, a weaker one that it was compared with did not: the choice may be wrong."
+    with pytest.warns(UserWarning, match="not converged after 10 steps"): probe = fit_linear_probe(*TRAIN, max_iter=10)
+    assert probe.converged is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fit_linear_probe(*TRAIN, reg=probe.reg, max_iter=10).converged is True
+    with pytest.raises(ValueError, match="reg = inf: must be a finite number"): fit_linear_probe(*TRAIN, reg=math.inf)
+
+
 def test_nearest_centre_agrees_with_scikit_learn():
     other = NearestCentroid().fit(*(t.numpy() for t in TRAIN))
     assert nearest_centre(class_centres(*TRAIN), TEST[0]).tolist() == other.predict(TEST[0].numpy()).tolist()
@@ -161,7 +190,7 @@ def test_leave_one_out_is_a_bank_without_the_row(k):
     keep = lambda i: torch.arange(len(y)) != i
     want = sum(knn(h[keep(i)], y[keep(i)], h[i:i + 1], y[i:i + 1], k) for i in range(len(y))) / len(y)
     assert knn_loo(h, y, k) == pytest.approx(want)
-    with pytest.raises(ValueError, match="k = 40: must be at least 1 and at most 39"): knn_loo(h, y, 40)
+    with pytest.raises(ValueError, match="k = 40: must be a whole number, at least 1 and at most 39"): knn_loo(h, y, 40)
 
 
 def test_knn_does_not_depend_on_chunks():

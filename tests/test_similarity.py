@@ -231,9 +231,29 @@ def test_M10_other_order_of_the_samples():
     assert found["cka"] == 1 and found["rsa"] == 1
 
 
+@pytest.mark.parametrize("names, ids, says", [
+    ("ab", [range(30)], "1 lists of ids for the 2 models"), ("ab", [range(30)] * 3, "3 lists of ids for the 2 models"),
+    ("abc", [range(30)] * 2, "2 lists of ids for the 3 models"), ("ab", [[0] * 30] * 2, "0 comes twice"), ("ab", [*range(29), 5], "5 comes twice"),
+    ("ab", [None, [*range(30)]], "model 'a': ids must be a list"), ("ab", dict.fromkeys(range(30)), "ids must be a list"), ("ab", torch.zeros(30, 2).long(), "ids must be a list"),
+    ("ab", [range(30), range(29)], "model 'b': 29 ids for 30 rows")])
+def test_M10_ids_that_check_nothing_are_refused(names, ids, says):
+    "Too few lists, or an id twice: rows in another order, or of another number, would pass."
+    sim = Similarity(names)
+    with pytest.raises(ValueError, match=says): sim.update([normal(30, 4)] * len(names), ids=ids)
+    assert sim.N == 0
+
+
+def test_M10_an_id_comes_once_in_all_chunks():
+    sim = Similarity("ab")
+    sim.update([normal(30, 4)] * 2, ids=range(30))
+    with pytest.raises(ValueError, match="29 comes twice"): sim.update([normal(30, 4)] * 2, ids=range(29, 59))
+    sim.update([normal(30, 4)] * 2, ids=range(30, 60))
+
+
 def test_M11_unequal_row_counts():
     for stat in (cka, rsa, drift, spearman):
         with pytest.raises(ValueError, match="'h2': 120 rows, but model 'h1' has 100"): stat(normal(100, 4), normal(120, 4))
+    with pytest.raises(ValueError, match="1 lists of ids"): Similarity("ab").update([normal(100, 4), normal(120, 4)], ids=[range(100)])
 
 
 def test_M12_diagonal_is_left_out_of_rsa():
@@ -246,6 +266,16 @@ def test_M14_constant_dissimilarities():
         with pytest.raises(ValueError, match="h1.*do not vary"): rsa(h, normal(6, 6))
         with pytest.raises(ValueError, match="h1.*all equal"): rsa(h, normal(6, 6), "spearman")
     with pytest.raises(ValueError, match="h2.*constant"): rsa(normal(6, 6), torch.ones(6, 6))
+
+
+@pytest.mark.parametrize("N", [6, 30, 200])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_M14_constant_up_to_the_rounding_of_the_data_type(dtype, N):
+    "A simplex in any position: rounding its entries leaves noise that is no structure."
+    h = ((torch.eye(N, dtype=torch.float64) - 1 / N) @ rotation(N)).to(dtype)
+    for stat in (rsa, lambda a, b: cka(a, b, debiased=True)):
+        with pytest.raises(ValueError, match="h1.*do not vary"): stat(h, normal(N, 4))
+        assert abs(stat(normal(N, 4).to(dtype), normal(N, 4)) - 1) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -277,6 +307,32 @@ def test_M17_streaming_equals_dense_and_needs_no_n_by_n():
     assert sim.result().N == 50_000 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000      # kB
     part = spearman(x.repeat(5, 1), (x + y).repeat(5, 1) + 0.1, pairs=2000)
     assert part["pairs"] == 2000 and part["error"] > 0
+
+
+def test_M03_tables_say_of_how_many_rows_and_features():
+    found = similarities({"a": normal(32, 4), "b": normal(32, 512)})
+    assert set(zip(found.N, found.d_a, found.d_b)) == {(32, 4, 512)}
+
+
+def test_M08_features_of_any_scale_and_no_truth_values():
+    x, y = normal(50, 4, dtype=torch.float64), normal(50, 3, seed=1)
+    for scale in (1e200, 1e-200): assert abs(cka(x * scale, y, "linear") - cka(x, y, "linear")) < 1e-12
+    for method in ("pearson", "spearman"):
+        with pytest.raises(ValueError, match="'h1': features must be real.*bool"): rsa(x > 0, y, method)
+
+
+def test_M12_too_few_rows_or_pairs():
+    x = normal(50, 4)
+    for method in ("pearson", "spearman"):
+        with pytest.raises(ValueError, match="rsa: needs at least 3 rows, not [12]|at least 2 rows"): rsa(x[:1], x[:1], method)
+    for pairs in (0, 3, -1, 1e5):
+        with pytest.raises(ValueError, match=f"pairs = {pairs}: must be a whole number, at least 4".replace("+", r"\+")): spearman(x, x, pairs=pairs)
+    with pytest.raises(ValueError, match="chunk = 0"): spearman(x, x, chunk=0)
+
+
+def test_M17_ranks_of_a_thousand_million_pairs_are_refused():
+    x = normal(50_000, 2)
+    with pytest.raises(ValueError, match="1,249,975,000 pairs takes about 175 GiB"): spearman(x, x, pairs=10**10)
 
 
 def test_M19_twins_at_step_zero():

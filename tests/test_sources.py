@@ -144,6 +144,33 @@ def test_D01_tiny_imagenets_test_labels_come_from_its_text_file(tmp_path):
     with pytest.raises(UserError, match="val_2.JPEG: is missing; 1 of 4 images"): open_source("tiny_imagenet", str(tmp_path))
 
 
+@pytest.mark.parametrize("text, says", [
+    ("val_0.JPEG n01 0 0\nval_1.JPEG n01 0 0\n", "val_annotations.txt, line 1: must hold class and file, separated by"), ("", "val_annotations.txt: is empty"),
+    (b"val_0.JPEG\tn\xff1\n", "val_annotations.txt: cannot be read as a table"), ("val_0.JPEG\tn01\nval_0.JPEG\tn02\n", "val_0.JPEG is named twice, as n01 and as n02"),
+    ("val_7.JPEG\tn01\n", "val_7.JPEG: is missing")])
+def test_D01_annotations_that_cannot_be_meant_are_named(tmp_path, text, says):
+    file = tiny(tmp_path/"tiny-imagenet-200")/"val/val_annotations.txt"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=says) as e: open_source("tiny_imagenet", str(tmp_path))
+    assert "\n" not in str(e.value)
+
+
+def test_D01_images_without_a_line_are_counted(tmp_path):
+    base = tiny(tmp_path/"tiny-imagenet-200")
+    before = open_source("tiny_imagenet", str(tmp_path)).found["left_out"]
+    for i in (7, 8): picture(base/f"val/images/val_{i}.JPEG", i, (64, 64))
+    src = open_source("tiny_imagenet", str(tmp_path))
+    assert (len(src.test[0]), src.found["left_out"]) == (4, before + 2)
+
+
+def test_D03_images_beside_the_class_folders_are_counted_and_dead_links_named(tmp_path):
+    tree(tmp_path)
+    picture(tmp_path/"train/stray.png")
+    assert open_source("folder", str(tmp_path)).found["left_out"] == 1
+    (tmp_path/"train/a/gone.png").symlink_to(tmp_path/"nowhere.png")
+    with pytest.raises(UserError, match="train/a/gone.png: cannot be read .* a link to a file that is gone"): open_source("folder", str(tmp_path))
+
+
 def test_D03_hidden_folders_and_files_are_no_classes_and_no_images(tmp_path):
     tree(tmp_path, ("n01", "n02", "n03"))
     for name in (".ipynb_checkpoints/x.png", "n01/.ipynb_checkpoints/x.png", "n01/._0.png"): picture(tmp_path/"train"/name)
@@ -178,6 +205,30 @@ def test_D06_mini_imagenets_disjoint_split_is_made_anew_within_all_classes(tmp_p
     assert fingerprint(a) == fingerprint(b)                                               # the same split for everyone
     if layout == "folders":
         with pytest.raises(UserError, match="folder: training and test have disjoint classes"): open_source("folder", str(tmp_path))
+
+
+@pytest.mark.parametrize("change, says", [
+    ("copied", "n1_0.jpg is named twice, as n1 and as n1"), ("relabelled", "n1_0.jpg is named twice, as n1 and as n2"), ("alone", "val.csv: cannot be read as a table"),
+    ("header", "train.csv, line 2: must hold label and filename, separated by ','; it holds a, b"), ("empty", "test.csv: is empty")])
+def test_D06_lists_that_name_an_image_twice_or_lack_classes_are_refused(tmp_path, change, says):
+    "The same rows in two files: every test image would be a training image."
+    for c in ("n1", "n2", "n3"):
+        for i in range(6): picture(tmp_path/f"images/{c}_{i}.jpg", i, (20, 20))
+    rows = {s: [f"{c}_{i}.jpg,{c}" for i in range(6)] for s, c in (("train", "n1"), ("val", "n2"), ("test", "n3"))}
+    if change == "copied": rows["val"] = rows["train"]
+    if change == "relabelled": rows["val"].append("n1_0.jpg,n2")
+    if change == "empty": rows["test"] = []
+    for s in ("train",) if change == "alone" else rows: (tmp_path/f"{s}.csv").write_text("\n".join(["a,b" if change == "header" else "filename,label", *rows[s]]) + "\n")
+    with pytest.raises(UserError, match=says): open_source("mini_imagenet", str(tmp_path))
+
+
+def test_D06_kaggles_table_is_checked_too(tmp_path):
+    base = tmp_path/"ILSVRC/Data/CLS-LOC"
+    for c in ("n01", "n02"): picture(base/f"train/{c}/{c}_0.JPEG", 1, (40, 30)); picture(base/f"val/v_{c}.JPEG", 2, (40, 30))
+    for text, says in (("a,b\nv_n01,n01 1 2\n", "line 2: must hold PredictionString and ImageId"), ("ImageId,PredictionString\nv_n01,n01 1\nv_n01,n02 1\n", "v_n01 is named twice"),
+                       ("ImageId,PredictionString\nv_n01, \n", "line 2: must hold"), ("ImageId,PredictionString\nv_n01,n01 1\n", "has no class for val/v_n02")):
+        (tmp_path/"LOC_val_solution.csv").write_text(text)
+        with pytest.raises(UserError, match=says): open_source("imagenet1k", str(tmp_path))
 
 
 def test_imagenet_of_folders_and_of_kaggle_agree(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd, pytest
 
 from cl_nscl.core import UserError, run_id
-from cl_nscl.plan import POINTS, layered, plan, study, tasks, train_size
+from cl_nscl.plan import POINTS, layered, plan, study, tasks, train_plan, train_size
 from cl_nscl.twins import clock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,6 +13,12 @@ ARGS = [sys.executable, "-m", "cl_nscl.run", "reproduce", "digits", "--preset", 
 
 
 def call(*more, cwd, timeout=900): return subprocess.run([*ARGS, *map(str, more)], cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def test_D13_a_batch_of_one_class_stops_a_study_before_anything_trains(tmp_path):
+    s = study(layered("digits", "smoke", classes=[7, 2], n_train=40, size=8, width=0.25, B=2, B_ref=2, epochs=1, runs=str(tmp_path)))
+    with pytest.raises(UserError, match=r"B = 2: batch \d+ of epoch 0 \(seed 0\) would hold images of class [72] alone"): train_plan(plan(s, ["01_alignment"]))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

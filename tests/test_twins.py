@@ -1,12 +1,13 @@
 """The premise of the paper as tests: twins share everything but the objective, and nothing else decides a run."""
-import dataclasses, os, signal, subprocess, sys, time
+import dataclasses, os, signal, subprocess, sys, time, warnings
 
 import pandas as pd, pytest, torch
 
-from cl_nscl.core import Params, run_id
-from cl_nscl.data import loader
-from cl_nscl.store import history, load_snapshot, stored_run, train_runs
-from cl_nscl.twins import Diverged, Twins, dataset_of, features, train, twin_state, twin_step
+from cl_nscl.core import Params, UserError, run_id
+from cl_nscl.data import batches, loader
+from cl_nscl.models import build_twin
+from cl_nscl.store import ending, history, load_snapshot, stored_run, train_runs
+from cl_nscl.twins import Diverged, Twins, check_batches, dataset_of, features, train, twin_state, twin_step
 from cl_nscl.views import uniforms, views
 
 P = Params(dataset="digits", n_train=200, size=16, encoder="resnet8", proj_hidden=32, proj_dim=16, B=50, epochs=3, warmup=1, lr=0.1, flip=0, snapshots=3)
@@ -173,6 +174,63 @@ def test_L16_a_ragged_rest_is_left_out_and_a_batch_larger_than_the_set_is_refuse
     twins = Twins([run("cl", B=60)], DS)
     assert twins.clock.per_epoch == 3
     with pytest.raises(ValueError, match="B = 201: larger than the training set of 200 samples"): Twins([run("cl", B=201)], DS)
+
+
+def test_D13_a_batch_of_one_class_is_refused_before_training():
+    "NSCL has no negatives there. The order of every epoch is known, so no step is lost, and CL is not trained in vain."
+    ds = dataset_of(q := run("nscl", classes=(7, 2), n_train=40, B=2, B_ref=2, epochs=1))
+    with pytest.raises(UserError, match=r"parameter B = 2: batch \d+ of epoch 0 \(seed 0\) would hold images of class [72] alone.*choose a larger B") as e:
+        Twins([dataclasses.replace(q, objective="cl"), q], ds)
+    assert "\n" not in str(e.value)
+    Twins([dataclasses.replace(q, objective=o) for o in ("cl", "scl", "ce")], ds)                  # have no need of another class
+    q = dataclasses.replace(q, B=20)
+    for _ in train(Twins([q], ds)): pass
+
+
+def test_D13_every_batch_of_every_epoch_is_looked_at():
+    "What is let through never meets such a batch, what is refused would have."
+    y, said = torch.arange(12) % 2, []
+    for seed in range(30):
+        q = run("nscl", B=4, seed=seed, epochs=2)
+        alone = any(len(y[b].unique()) == 1 for e in range(2) for b in batches(seed, e, 12, 4))
+        try: check_batches(q, y, (7, 2))
+        except UserError: said.append(True)
+        else: said.append(False)
+        assert said[-1] == alone
+    assert 0 < sum(said) < 30
+
+
+def test_L09_a_collapsed_encoder_is_hinted_at_once_and_recorded(tmp_path, monkeypatch):
+    "An encoder of constant output: each contrastive loss sits at its value for identical projections."
+    class Constant(torch.nn.Module):
+        feature_dim = 8
+        def forward(self, x): return x.new_ones(len(x), 8)
+    def built(*a, **k):
+        m = build_twin(*a, **k)
+        m.encoder, m.projector[0] = Constant(), torch.nn.Linear(8, 32, bias=False)
+        torch.nn.init.ones_(m.projector[-1].bias)
+        return m
+    monkeypatch.setattr("cl_nscl.twins.build_twin", built)
+    monkeypatch.setattr("cl_nscl.store.encoder_record", lambda f: {})
+    runs = [stored_run(run(o), tmp_path) for o in ("cl", "nscl", "ntxent", "scl", "ce")]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train_runs(runs)
+    hints = [str(w.message) for w in said if "has the model collapsed?" in str(w.message)]
+    assert sorted(h.split()[3] for h in hints) == ["cl", "nscl", "ntxent", "scl"]                  # once each, and nothing of CE
+    assert [ending(r.path).get("collapsed") for r in runs] == [[4, 8, 12]] * 4 + [None]
+
+
+def test_L09_a_run_that_learns_has_no_hint(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_runs(runs := [stored_run(run(o), tmp_path) for o in ("cl", "nscl")])
+    for r in runs: assert "collapsed" not in ending(r.path)
+
+
+def test_L16_images_that_no_batch_holds_are_recorded(tmp_path):
+    train_runs([r := stored_run(run("cl", B=60, epochs=1), tmp_path)])
+    assert ending(r.path)["dropped"] == 20
 
 
 def test_names_of_runs_do_not_change_by_accident():

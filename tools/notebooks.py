@@ -14,6 +14,13 @@ from nbdev.clean import nbdev_clean
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def resolved():
+    "Stop, with file and line, at a notebook that a merge has left conflict markers in."
+    for path in sorted((ROOT/"nbs").rglob("*.ipynb")):
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if line.startswith(("<<<<<<< ", ">>>>>>> ")): sys.exit(f"{path.relative_to(ROOT)}:{n}: a conflict marker; resolve the conflict first (nbdev_fix helps)")
+
+
 def execute(path: Path):
     "Run every cell in a fresh kernel, keep the outputs, clean."
     print(path.name, flush=True)
@@ -41,6 +48,7 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]) # how-to pages call cl-nscl
     os.chdir(ROOT)
+    resolved()
     wanted = [a for a in sys.argv[1:] if a != "readme"]
     if wanted or len(sys.argv) == 1:
         found = [p for glob in ("[0-9]*.ipynb", "architecture.ipynb", "index.ipynb", "learn/*.ipynb", "howto/*.ipynb") for p in sorted((ROOT/"nbs").glob(glob))]
