@@ -6,7 +6,7 @@
 __all__ = ['GPU_RATE', 'NotebookFailed', 'check_notebook', 'withdraw', 'execute', 'made_from', 'make', 'make_all', 'made_for',
            'collect', 'train_here', 'Incomplete', 'reproduce', 'forecast', 'Notebooks', 'detach', 'parser', 'main']
 
-# %% ../nbs/50_run.ipynb #3e2885b8
+# %% ../nbs/50_run.ipynb #33ebd249
 import argparse, concurrent.futures, contextlib, dataclasses, hashlib, json, math, os, sys, tempfile, time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +21,7 @@ from .core import UserError, twin_key
 from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, operations, out_of_memory, plan, provide, reason, shipped, source_of, study, study_files, study_values, tasks, train_plan
 from .report import claims_table, load_results, markdown, summary_html
 from .store import Run, sweep, write_atomic
-from .train import setting, study_arguments
-from .twins import Diverged
+from .train import guarded, setting, study_arguments
 
 # %% ../nbs/50_run.ipynb #d84dd2ce
 class NotebookFailed(RuntimeError):
@@ -336,7 +335,7 @@ def _params(args):
     s = study(layered(*args.name))
     for f in STUDY_FIELDS: print(f"{f.name:<14} {str(getattr(s, f.name)):<12} {f.metadata['doc']}")
 
-# %% ../nbs/50_run.ipynb #e7c94fae
+# %% ../nbs/50_run.ipynb #6f9850b4
 def _add_cluster(c):
     c = c.add_argument_group("on a cluster")
     c.add_argument("--cluster", choices=("local", "slurm"), default="local", help="where the runs are trained; local: in processes of this machine")
@@ -346,7 +345,7 @@ def _add_cluster(c):
     c.add_argument("--processes", type=int, metavar="N", help="processes of a job on each node (if not given: one for each GPU, or one)")
     c.add_argument("--cpus", type=int, metavar="N", help="CPUs of each process (1 if not given)")
     c.add_argument("--time", metavar="LENGTH", help="time limit of a job, such as 90m, 8h or 2d (8h if not given); a longer run is continued")
-    c.add_argument("--sbatch", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of sbatch, such as account=mine mem=32G")
+    c.add_argument("--sbatch", action="extend", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of sbatch, such as account=mine mem=32G")
     c.add_argument("--detach", action="store_true", help="submit and return; `cl-nscl status` tells the rest")
 
 def parser() -> argparse.ArgumentParser:
@@ -362,7 +361,7 @@ def parser() -> argparse.ArgumentParser:
     def add_study(fn):
         c = add(fn, epilog=epilog)
         study_arguments(c)
-        c.add_argument("--experiment", nargs="*", metavar="NAME", help=f"only these: {', '.join(POINTS)}")
+        c.add_argument("--experiment", action="extend", nargs="*", metavar="NAME", help=f"only these: {', '.join(POINTS)}")
         c.add_argument("--seeds", type=int, metavar="N", help="short for --set seeds=N")
         return c
     c = add_study(_reproduce)
@@ -375,22 +374,13 @@ def parser() -> argparse.ArgumentParser:
     compare.add_command(commands); calculator.add_command(commands); train.add_command(commands)
     return top
 
-# %% ../nbs/50_run.ipynb #b498a313
+# %% ../nbs/50_run.ipynb #1bf55927
 def main(
     argv: list[str] | None = None, # Arguments; `None`: the command line's
-) -> int: # Exit code: 0 done, 1 a run or notebook failed, 2 a mistake of the user, 130 interrupted
+) -> int: # Exit code, as `guarded` gives it
     "Entry point of `cl-nscl`: one line for a mistake, no traceback."
     args = parser().parse_args(argv)
-    try: args.fn(args)
-    except UserError as e: code, text = 2, e
-    except (Failed, Incomplete, Diverged, NotebookFailed, OSError) as e: code, text = 1, e
-    except KeyboardInterrupt: code, text = 130, "interrupted; the same command goes on from the last checkpoints"
-    except (MemoryError, RuntimeError) as e:
-        if not out_of_memory(e): raise
-        code, text = 1, reason(e)
-    else: return 0
-    print(f"cl-nscl {args.command}: {text}", file=sys.stderr)
-    return code
+    return guarded(lambda: args.fn(args), f"cl-nscl {args.command}", Incomplete, NotebookFailed)
 
 # %% ../nbs/50_run.ipynb #6a809484
 #| eval: false
