@@ -1,5 +1,6 @@
 """One run on many processes is the run on one: real gloo processes, tiny models."""
 import contextlib, dataclasses, json, os, subprocess, sys, tempfile, time
+from datetime import timedelta
 from pathlib import Path
 
 import pandas as pd, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -17,12 +18,13 @@ from cl_nscl.twins import Diverged, Twins, all_features, dataset_of, twin_batch,
 ALL = ("cl", "ntxent", "nscl", "scl", "ce")
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.5, proj_hidden=16, proj_dim=8, B=24, epochs=5, warmup=1, lr=0.02, flip=0, snapshots=2)
 DS = dataset_of(P)
+TIMEOUT = timedelta(minutes=10) # that one process waits for the others
 run = lambda o, **kw: dataclasses.replace(P, objective=o, **kw)
 
 
 def _child(r, W, folder, fn, args):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=r, world_size=W)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=r, world_size=W, timeout=TIMEOUT)
     try: torch.save(fn(*args), f"{folder}/{r}.pt")
     finally: dist.destroy_process_group()
 
@@ -281,6 +283,24 @@ def test_P09_one_process_writes_and_a_run_moves_between_one_and_two_processes(tm
             x, y = (pd.read_csv(r.path/"history.csv") for r in (a, b))
             assert x.step.tolist() == y.step.tolist() and (x.loss - y.loss).abs().max() < 0.02       # rounding, grown over 20 steps
     for a, b in zip(runs("two"), runs("2to2")): assert [f.name for f in a.snapshots.values()] == [f.name for f in b.snapshots.values()]  # bit for bit
+
+
+def waits(folder):
+    said = []
+    train_runs([stored_run(run("cl"), folder)], say=said.append)
+    return said
+
+
+def test_a_run_that_somebody_else_trains_is_waited_for_by_all_processes(tmp_path, monkeypatch):
+    "For longer than a process waits for another one's word."
+    r = stored_run(run("cl"), tmp_path)
+    r.path.mkdir()
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT", timedelta(seconds=5))
+    code = f"import time\nfrom filelock import FileLock\nwith FileLock({str(r.path/'.lock')!r}): print('held', flush=True); time.sleep(14)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holds:
+        assert holds.stdout.readline() == "held\n"
+        main, other = together(2, waits, tmp_path)
+    assert r.done and len(main) == 1 and main[0].endswith("waiting for it") and other == []
 
 
 def test_P09_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):

@@ -11,7 +11,7 @@ from cl_nscl.plan import Failed, layered, study, train_plan
 from cl_nscl.run import NotebookFailed, execute
 from cl_nscl.store import CannotWrite, Run, content_hash, failure, history, load_checkpoint, load_snapshot, read_stored, save_checkpoint, stored_files, stored_run, train_runs, write_atomic, write_stored
 from cl_nscl.train import chosen, setting
-from cl_nscl.twins import dataset_of
+from cl_nscl.twins import Diverged, dataset_of
 
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.25, proj_hidden=16, proj_dim=8, B=25, epochs=4, warmup=1, lr=0.1, flip=0, snapshots=4)
 ROOT = Path(__file__).resolve().parent.parent
@@ -338,6 +338,20 @@ def test_an_interrupt_leaves_no_process_behind_even_while_others_start(tmp_path,
     threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt): module._run_tasks([[r] for r in twins(tmp_path, "cl", "nscl", "scl")], 3, "cpu", 1, module.Progress(1, "x"))
     assert started and all(p.poll() is not None for p in started)
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_says_so(tmp_path, monkeypatch):
+    import cl_nscl.store as module
+    monkeypatch.setattr(module, "_store", lambda *_: None)                  # as on another machine, before its disk shows the file
+    with pytest.raises(Diverged, match="last good checkpoint: none"): train_runs(twins(tmp_path, "cl", lr=1e30, clip=0.))
+
+
+def test_a_strangers_repository_is_no_origin_of_a_result(tmp_path):
+    "The package, installed below another git repository: no commit rather than a wrong one."
+    for argv in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "theirs"]): subprocess.run(["git", *argv], cwd=tmp_path, check=True)
+    shutil.copytree(ROOT/"cl_nscl", tmp_path/"env/cl_nscl", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", "import cl_nscl.store as s; print(s.__file__); print(repr(s.provenance()['commit']))"], cwd=tmp_path/"env", capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path/"env")})
+    assert done.stdout.splitlines() == [str(tmp_path/"env/cl_nscl/store.py"), "''"], done.stderr
 
 
 # Two processes and one run
