@@ -7,8 +7,8 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
            'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide', 'fixed_steps', 'class_points',
            'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images', 'looked_at', 'tasks', 'estimate',
-           'operations', 'duration', 'Progress', 'out_of_memory', 'worker_died', 'reason', 'train_task', 'Failed',
-           'failed', 'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
+           'measuring', 'operations', 'duration', 'Progress', 'out_of_memory', 'worker_died', 'reason', 'train_task',
+           'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
 
 # %% ../nbs/45_plan.ipynb #235bf417
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
@@ -213,7 +213,7 @@ def temperature_points(
     "Figure 4: the temperature."
     return [(dict(tau=tau), _sweep(s, seed, tau=tau)) for tau in s.taus for seed in seeds_of(s)]
 
-# %% ../nbs/45_plan.ipynb #74abe2b0
+# %% ../nbs/45_plan.ipynb #79fb309e
 @functools.cache
 def _source(dataset, root, data, labels): # what is on this machine, or the published numbers; a plan fetches nothing
     try: return open_source(dataset, root, data, labels, download=False)
@@ -245,6 +245,7 @@ def provide(
     "Fetch the data of a study if they are not there; `MissingData` if that cannot be done."
     open_source(s.dataset, s.root, s.data, s.labels)
     for of_the_data in (_source, _train_size, _fingerprint): of_the_data.cache_clear()
+    _costs.clear()
 
 def fixed_steps(
     s: Study,
@@ -395,17 +396,31 @@ def _with_decoding(p, seconds): # workers decode at the same time; without them 
     decoding = (time.perf_counter() - start) / min(16, len(src.train[1]))
     return max(seconds, decoding / workers) if workers else seconds + decoding
 
-# %% ../nbs/45_plan.ipynb #ef8ce393
+# %% ../nbs/45_plan.ipynb #201878e4
+_costs = {} # timed once for all runs of a shape
+
+def _cost(p, device): # seconds of one image of a batch
+    kind = _kind(p)
+    if (kind, device) not in _costs: _costs[kind, device] = _seconds(dataclasses.replace(kind, classes=p.classes), device)
+    return _costs[kind, device]
+
 def estimate(
     runs: list[Run], # Those that are done cost nothing
     jobs: int, # Processes
     device: str = "cpu",
 ) -> float: # Seconds
     "About how long training will take."
-    cost, groups = {}, tasks([r for r in runs if not r.done], jobs)
-    for g in groups:
-        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes), device)
-    return sum((images(r) - looked_at(r)) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
+    groups = tasks([r for r in runs if not r.done], jobs)
+    return sum((images(r) - looked_at(r)) * _cost(r.p, device) for g in groups for r in g) / max(1, min(jobs, len(groups)))
+
+def measuring(
+    s: Study,
+    name: str, # An experiment
+    device: str = "cpu",
+) -> float: # Seconds
+    "About how long the notebook of an experiment looks at images: those of both splits at each snapshot of its runs, in a forward pass, a third of a training step."
+    looked = lambda r: len(clock(r.p, N := train_size(r.p)).snapshots) * 2 * min(s.n_ref or N, N)
+    return sum(looked(r) * _cost(r.p, device) / (3 * r.p.K) for r in plan(s, [name]))
 
 # %% ../nbs/45_plan.ipynb #1817adce
 @functools.cache

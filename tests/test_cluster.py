@@ -170,5 +170,5 @@ def test_without_slurm_or_submitit_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no sbatch on this machine"): cluster.submit_job(print, "x", tmp_path, cluster.Slurm())
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UserError, match=r"needs submitit; pip install 'cl_nscl\[cluster\]'"): cluster.submit_job(print, "x", tmp_path, cluster.Slurm())
+    with pytest.raises(UserError, match=r"needs submitit: pip install submitit, or in a clone of the project pip install -e '\.\[cluster\]'"): cluster.submit_job(print, "x", tmp_path, cluster.Slurm())
     assert failure(run) == ""
