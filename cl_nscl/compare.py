@@ -227,9 +227,9 @@ def open_features(
     beside = [next((arrays[k] for k in names if k in arrays), None) for names in (("ids",), ("y", "labels"))]
     return replace(_features(str(path), _chosen(path, arrays, key, ("h", "features"), 2), *beside), name=path.stem)
 
-# %% ../nbs/46_compare.ipynb #dcf9dd7d
+# %% ../nbs/46_compare.ipynb #12f28544
 def is_checkpoint(
-    path: str | Path,
+    path: str | Path, # Of a file or folder
 ) -> bool:
     "Is this a run's folder, or a snapshot inside one?"
     path = Path(path)

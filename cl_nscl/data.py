@@ -357,7 +357,7 @@ def textures(
     names = tuple("+".join(map(str, w)) for w in letters.tolist())
     return Source(train, test, pixels, tuple(range(1000)), names, (0.5,) * 3, (0.1887,) * 3, default=tuple(range(20)))
 
-# %% ../nbs/01_data.ipynb #74352755
+# %% ../nbs/01_data.ipynb #bcbb5a0a
 @dataclass(frozen=True)
 class Elsewhere:
     "A loader in a module with a higher number, which is imported when it is needed."
@@ -367,6 +367,7 @@ class Elsewhere:
     def loader(self): return getattr(importlib.import_module(self.module), self.name)
     def __call__(self, root=""): return self.loader(root)
 
+# The one place where a module reaches upwards: the sources build on this module, and users find them in its table.
 DATASETS = {"digits": digits, "fashion_mnist": fashion_mnist, "textures": textures}   # name -> loader(root); others may be added
 DATASETS |= {n: Elsewhere("cl_nscl.sources", n) for n in ("cifar10", "cifar100", "mini_imagenet", "tiny_imagenet", "imagenet1k", "folder", "hub")}
 
@@ -462,7 +463,7 @@ def labelled(
         splits.append((y, ids[kept]))
     return splits
 
-# %% ../nbs/01_data.ipynb #01342ff4
+# %% ../nbs/01_data.ipynb #1e7e426f
 def load_dataset(
     name: str, # A name in `DATASETS`
     *,
@@ -482,7 +483,8 @@ def load_dataset(
     (y, ids), held = labelled(src, keep, data or name)
     excluded = len(src.train[0]) + len(src.test[0]) - len(y) - len(held[0])
     if n_train:
-        i = draw_per_class(y, dict(enumerate(equal_counts(y.bincount().tolist(), n_train))), generator(seed, "subset")); ids, y = ids[i], y[i]
+        i = draw_per_class(y, dict(enumerate(equal_counts(y.bincount().tolist(), n_train))), generator(seed, "subset"))
+        y, ids = y[i], ids[i]
     made = lambda y, ids: Stream(src.opened, y, ids, src.channels, size, worker_count(workers)) if streamed else Split(resize(src.pixels(ids), size), y, ids)
     return Dataset(data or name, made(y, ids), made(*held), keep, tuple(names[c] for c in keep), src.mean, src.std, excluded, fingerprint(src), src.found)
 

@@ -135,12 +135,12 @@ def ending(
     except (OSError, ValueError): return None
     return end if isinstance(end, dict) and all((folder/f).exists() for f in end.get("snapshots", [])) else None
 
-# %% ../nbs/20_store.ipynb #b8335ff4
+# %% ../nbs/20_store.ipynb #4e0441df
 @dataclass(frozen=True)
 class Run:
     "A run and its folder; made by `stored_run`."
-    p: Params
-    path: Path
+    p: Params # All of it: two runs with equal parameters are one
+    path: Path # The run's folder
     @property
     def id(self): return self.path.name
     @property

@@ -1,5 +1,5 @@
 """One thread per test process: the numbers then do not depend on the machine's number of cores."""
-import os, signal
+import os, signal, sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1" # of every process that a test starts, too
@@ -18,6 +18,11 @@ def need(what: str, lacking: str) -> None:
     if not lacking: return
     if what in os.environ.get("CL_NSCL_REQUIRE", "").split(","): pytest.fail(f"{what} is required here: {lacking}")
     pytest.skip(lacking, allow_module_level=True)
+
+
+def pytest_runtest_logreport(report):
+    "Name a failure at once: a run that is cut off before its summary has named its failures."
+    if report.failed: print(f"\nFAILED {report.nodeid} ({report.when})", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture

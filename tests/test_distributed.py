@@ -336,6 +336,41 @@ def test_torchrun_says_a_mistake_once(tmp_path):
     assert done.returncode != 0 and done.stderr.count("cl-nscl train: parameter B = 25: cannot be shared by 2 processes") == 1
 
 
+HUNGRY = """
+import os
+from dataclasses import replace
+import torch
+from cl_nscl.losses import OBJECTIVES
+def hungry(out, y, tau, pairs):
+    if os.environ["RANK"] == "1": torch.empty(2**45)
+    return OBJECTIVES["cl"].fn(out, y, tau, pairs)
+OBJECTIVES["hungry"] = replace(OBJECTIVES["cl"], fn=hungry)
+"""
+
+
+def test_torchrun_says_in_one_line_that_memory_ended(tmp_path):
+    "On the process that it happened to, which is not the one that speaks otherwise."
+    (tmp_path/"hungry.py").write_text(HUNGRY)
+    done = torchrun(2, "digits", "--preset", "smoke", "--objective", "hungry", "--set", "plugins=[hungry.py]", "steps=4", cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if line.startswith("cl-nscl train: ")]
+    assert done.returncode != 0 and any("out of memory; fewer jobs at a time need less" in line for line in said), done.stderr
+    assert "in hungry" not in done.stderr, done.stderr
+
+
+def test_the_number_of_threads_is_the_studys(tmp_path):
+    "Whatever torch would take: the run is the one that reproduce would have trained."
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    for threads in (1, 2):
+        settings = ["digits", "--preset", "smoke", "--objective", "cl", "--set", "steps=1", "snapshots=1", f"threads={threads}", f"runs=runs{threads}"]
+        done = subprocess.run([sys.executable, "-m", "cl_nscl.run", "train", *settings], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        assert json.loads((tmp_path/done.stdout.split()[2]/"done.json").read_text())["threads"] == threads, done.stderr
+
+
+def test_who_reads_only_the_first_lines_is_not_told_off(tmp_path):
+    done = subprocess.run(f"{sys.executable} -m cl_nscl.run params digits | head -1; echo ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[1] in ("0", "141") and done.stdout.startswith("dataset") and done.stderr == ""
+
+
 # --- twins in processes of their own: no communication at all
 
 def test_twin_parallel_is_lockstep_to_the_last_bit(tmp_path):
