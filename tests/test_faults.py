@@ -11,7 +11,7 @@ from cl_nscl.plan import Failed, layered, study, train_plan
 from cl_nscl.run import NotebookFailed, execute
 from cl_nscl.store import CannotWrite, Run, content_hash, failure, history, load_checkpoint, load_snapshot, read_stored, save_checkpoint, stored_files, stored_run, train_runs, write_atomic, write_stored
 from cl_nscl.train import chosen, setting
-from cl_nscl.twins import Diverged, dataset_of
+from cl_nscl.twins import Diverged
 
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.25, proj_hidden=16, proj_dim=8, B=25, epochs=4, warmup=1, lr=0.1, flip=0, snapshots=4)
 ROOT = Path(__file__).resolve().parent.parent
