@@ -35,7 +35,7 @@ def minutes_of(
     if minutes <= 0: raise UserError(f"--time {text}: must be a length of time such as 8h, 90m, 2d or 1-12:00:00")
     return -int(-minutes // 1)
 
-# %% ../nbs/49_cluster.ipynb #9a54b7eb
+# %% ../nbs/49_cluster.ipynb #cdff44c2
 @dataclass(frozen=True)
 class Slurm:
     "What each job asks Slurm for; a usual choice is one process for each GPU."
@@ -52,7 +52,7 @@ class Slurm:
 
 def _submitit():
     try: import submitit
-    except ImportError: raise UserError("--cluster slurm: needs submitit; pip install 'cl_nscl[cluster]'") from None
+    except ImportError: raise UserError("--cluster slurm: needs submitit: pip install submitit, or in a clone of the project pip install -e '.[cluster]'") from None
     for program in ("sbatch", "squeue"):
         if not shutil.which(program): raise UserError(f"--cluster slurm: there is no {program} on this machine; call this on a login node of the cluster")
     return submitit
@@ -75,7 +75,7 @@ def submit_job(
     try: return executor.submit(call).job_id
     except submitit.core.utils.FailedJobError as e: raise UserError(f"Slurm refused the job: {' '.join(str(e).split())[-300:]}") from None
 
-# %% ../nbs/49_cluster.ipynb #e7aa195e
+# %% ../nbs/49_cluster.ipynb #502308d4
 @dataclass(frozen=True)
 class Alive:
     "A job that Slurm knows and that has not ended."
@@ -91,8 +91,9 @@ def job_name(
     return f"nscl-{run.p.dataset}-{hashlib.sha256(f'{run.path.parent.resolve()} {run_id(twin_key(run.p))}'.encode()).hexdigest()[:12]}"
 
 def alive() -> dict[str, Alive]: # By id and by name
-    "This user's jobs that wait or run."
-    done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A|%j|%T|%r"], capture_output=True, text=True, timeout=120)
+    "This user's jobs that wait or run; an `OSError` where Slurm does not say."
+    try: done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A|%j|%T|%r"], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired: raise OSError("squeue does not answer within two minutes") from None
     if done.returncode: raise OSError(f"squeue does not answer: {' '.join(done.stderr.split())}")
     jobs = [Alive(*line.strip().split("|", 3)) for line in done.stdout.splitlines() if line.count("|") >= 3]
     return {key: j for j in jobs for key in (j.id, j.name)}
@@ -156,7 +157,7 @@ class Job:
 
     def checkpoint(self): return _submitit().helpers.DelayedSubmission(self) # the same again: what is done is read from the runs' folder
 
-# %% ../nbs/49_cluster.ipynb #6248f3f3
+# %% ../nbs/49_cluster.ipynb #ee358712
 def submit(
     runs: list[Run], # Those in one of `states`, each with its twins
     where: Slurm, # What each job asks for
@@ -166,7 +167,8 @@ def submit(
 ) -> list[str]: # Ids of the new jobs
     "Submit each group of twins that nobody trains."
     folder, ids = runs[0].path.parent, []
-    if odd := [r for r in runs if r.p.B % where.world]: raise UserError(f"B = {odd[0].p.B} images cannot be shared by {where.world} processes: B must be a multiple of their number")
+    for name in ("B", "chunk"):
+        if odd := [n for r in runs if (n := getattr(r.p, name)) % where.world]: raise UserError(f"{name} = {odd[0]} images cannot be shared by {where.world} processes: {name} must be a multiple of their number")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder/".submit.lock"):
         jobs = alive()
@@ -179,7 +181,13 @@ def submit(
             for r in group: write_atomic(r.path/"job.json", f"{note}\n".encode())
     return ids
 
-# %% ../nbs/49_cluster.ipynb #7a313dc1
+# %% ../nbs/49_cluster.ipynb #51b26f5a
+def _without_progress(run, lost, at): # -> how many jobs of the run in a row ended so; `lost` and `at` remember it
+    now = progress(run)
+    lost[run.id] = (lost[run.id] if now <= at.get(run.id, -1) else 0) + 1
+    at[run.id] = now
+    return lost[run.id]
+
 def train_on_slurm(
     runs: list[Run], # Those that are done are skipped
     where: Slurm, # What each job asks for
@@ -197,15 +205,14 @@ def train_on_slurm(
         while waiting := [r for r in missing if not r.done]:
             time.sleep(wait := min(poll, 1.3 * wait))
             try: jobs = alive()
-            except (OSError, subprocess.TimeoutExpired): continue # a controller that restarts
+            except OSError: continue # a controller that restarts
             states = {r.id: state_of(r, jobs)[0] for r in waiting}
             bar.add(max(0, sum(map(looked_at, missing)) - bar.n))
             if set(states.values()) <= {"failed", "done"}: break
             again = [r for r in waiting if states[r.id] in ("lost", "to do") and r.id in gone] # seen twice: files may come late to this node
             gone = {r.id for r in waiting if states[r.id] in ("lost", "to do")}
             for r in again:
-                lost[r.id], at[r.id] = (lost[r.id] if progress(r) <= at.get(r.id, -1) else 0) + 1, progress(r)
-                if lost[r.id] > 2: mark_failed(r, f"its last 3 jobs ended without a word and without progress, out of memory? (log: {job_of(r).get('log')})")
+                if _without_progress(r, lost, at) > 2: mark_failed(r, f"its last 3 jobs ended without a word and without progress, out of memory? (log: {job_of(r).get('log')})")
             if again and (ids := submit(again, where, device, threads, ("lost", "to do"))): print(f"submitted again: {', '.join(ids)}", flush=True)
     finally: bar.close()
     groups = tasks(missing, 1)

@@ -6,11 +6,13 @@
 __all__ = ['FORMATS', 'PAIR_METRICS', 'PROBE_ROWS', 'Stored', 'sliced', 'Rows', 'open_features', 'is_checkpoint',
            'open_checkpoint', 'compare', 'similarity_heat', 'add_command']
 
-# %% ../nbs/46_compare.ipynb #e6733ad5
+# %% ../nbs/46_compare.ipynb #8d770bbe
 import argparse, contextlib, io, json, math, os, sys, warnings, zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np, pandas as pd, torch
 from numpy.lib import format as npy
@@ -19,10 +21,11 @@ from scipy.stats import t as student
 from tqdm import tqdm
 
 from .collapse import cdnv, directional_cdnv, effective_rank, nc1
-from .core import Params, UserError, fill, generator, pick
-from .data import Split, draw_per_class, load_dataset
+from .core import Params, UserError, fill, generator, import_plugins, pick
+from .data import Split, draw_per_class, load_dataset, same_data
 from .intervals import interval_ends, mean_interval, row_influences
 from .measure import load_model
+from .plan import Study, device_of
 from .plots import heat_chart, save_chart
 from .probes import class_centres, fit_linear_probe, knn_labels, nearest_centre, unit_rows
 from .similarity import Similarity
@@ -224,9 +227,9 @@ def open_features(
     beside = [next((arrays[k] for k in names if k in arrays), None) for names in (("ids",), ("y", "labels"))]
     return replace(_features(str(path), _chosen(path, arrays, key, ("h", "features"), 2), *beside), name=path.stem)
 
-# %% ../nbs/46_compare.ipynb #673a9300
+# %% ../nbs/46_compare.ipynb #12f28544
 def is_checkpoint(
-    path: str | Path,
+    path: str | Path, # Of a file or folder
 ) -> bool:
     "Is this a run's folder, or a snapshot inside one?"
     path = Path(path)
@@ -242,24 +245,41 @@ def _run(path):
     if path.is_dir() and not (run.done and run.snapshots): raise UserError(f"{folder}: the run has not been trained to its end; finish it, or name one of its snapshots")
     steps = [t for t, p in run.snapshots.items() if path.is_dir() or p == path]
     if not steps: raise UserError(f"{path}: not a snapshot as a run writes it")
+    import_plugins(run.p.plugins)
     return run, steps[-1]
 
-# %% ../nbs/46_compare.ipynb #7e2d5830
+def _record(run):
+    "What the run says about the data that it was trained on; of runs that say nothing, what is there now."
+    try: said = json.loads((run.path/"data.json").read_text())
+    except OSError: return dataset_of(run.p)
+    return SimpleNamespace(C=len(said["classes"]), channels=said["channels"], mean=tuple(said["mean"]), std=tuple(said["std"]))
+
+def _own_data(run, root):
+    "The data set of the run, and no other one."
+    try: ds = dataset_of(replace(run.p, root=root))
+    except UserError as e: raise UserError(f"{run.path}: {e}" + ("" if root else " (--root FOLDER, for data in a folder of your own)")) from None
+    if (file := run.path/"data.json").exists(): same_data(json.loads(file.read_text()), ds.fingerprint, str(file))
+    return ds
+
+# %% ../nbs/46_compare.ipynb #234a5bb4
 def open_checkpoint(
     path: str | Path, # A run's folder (its last snapshot), or a snapshot in one
     dataset: str = "", # Name of the data set; empty: the run's own
     split: str = "test", # `train` or `test`
+    root: str = "", # Folder that holds the data; empty: where the loader looks by itself
+    data: str = "", # Which data set, where `dataset` is folder or hub
+    device: str = "auto", # Where the features are computed: auto, cpu, cuda or cuda:<n>
 ) -> Rows: # With the ids and labels of the images
     "The encoder's features of a data set, computed anew at each pass."
-    path = Path(path)
+    path, device = Path(path), device_of(Study(device=device))
     run, step = _run(path)
-    own = dataset_of(run.p)
-    ds = load_dataset(dataset, size=run.p.size) if dataset else own
+    ds = load_dataset(dataset, root=root, data=data, size=run.p.size) if dataset else _own_data(run, root)
+    own = _record(run) if dataset else ds
     if ds.channels != own.channels: raise UserError(f"{path}: the model takes images with {own.channels} channels, those of {ds.name} have {ds.channels}")
-    try: model = load_model(run, step, own)
+    try: model = load_model(run, step, own, device)
     except ValueError as e: raise UserError(f"{path}: {e}") from None
     images, spec = pick({"train": ds.train, "test": ds.test}, split, "split"), view_spec(run.p, own)
-    part = lambda i, j: torch.cat([*features(model, Split(images.x[i:j], images.y[i:j], images.ids[i:j]), spec, 256)])
+    part = lambda i, j: torch.cat([*features(model, Split(images.x[i:j], images.y[i:j], images.ids[i:j]), spec, 256)]).cpu()
     return Rows(run.id, (len(images), model.feature_dim), "float32", sliced(len(images), part), _memory(images.ids), _memory(images.y),
                 f"{ds.name} {split}, classes {list(ds.class_ids)}")
 
@@ -363,7 +383,7 @@ def _labels(labels, rows):
         if (bad := _whole_labels(r.name, r.y, N) != y).any(): raise UserError(f"model {r.name!r}, row {int(bad.nonzero()[0, 0])}: another label than in model {have[0].name!r}")
     return y
 
-# %% ../nbs/46_compare.ipynb #c552bc69
+# %% ../nbs/46_compare.ipynb #6061fa51
 def _notes(rows):
     "What a reader of the table must know."
     N, d = rows[0].shape[0], max(r.shape[1] for r in rows)
@@ -372,10 +392,10 @@ def _notes(rows):
     if N < 10 * d: yield f"cka and cka_linear are biased upwards when N is small against d (here N = {N}, d = {d}): read cka_debiased"
     if any(r.ids for r in rows) and not all(r.ids for r in rows): yield "not every model has ids: those without are taken to have their rows in the same order"
 
-def _opened(name, m, dataset, split):
+def _opened(name, m, checkpoint=open_checkpoint):
     "A model as `Rows`, whatever it came as."
     if isinstance(m, Rows): return replace(m, name=name)
-    if isinstance(m, (str, Path)): return replace(open_checkpoint(m, dataset, split) if is_checkpoint(m) else open_features(m), name=name)
+    if isinstance(m, (str, Path)): return replace(checkpoint(m) if is_checkpoint(m) else open_features(m), name=name)
     return _features(name, _memory(m if isinstance(m, torch.Tensor) else np.asarray(m)))
 
 def _both_passes(rows, level, chunk, clusters):
@@ -400,7 +420,7 @@ def _all_probed(rows, y, draws, level, chunk, clusters, notes):
         notes += dict.fromkeys(f"{r.name}: {w.message}" for w in caught if w.category is UserWarning)
     return found
 
-# %% ../nbs/46_compare.ipynb #e061d560
+# %% ../nbs/46_compare.ipynb #7b4efffa
 def compare(
     models: dict, # Name -> features `[N, d_m]` (tensor or array), `Rows`, or a path of a feature file, a run's folder or a snapshot
     *,
@@ -410,12 +430,17 @@ def compare(
     clusters: torch.Tensor | None = None, # `[N]`: rows with one number are not independent
     dataset: str = "", # Data set of checkpoints; empty: their own
     split: str = "test", # Split of checkpoints
+    root: str = "", # Folder that holds the data of checkpoints; empty: where the loader looks by itself
+    data: str = "", # Which data set, where `dataset` is folder or hub
+    device: str = "auto", # Where the features of checkpoints are computed: auto, cpu, cuda or cuda:<n>
 ) -> pd.DataFrame: # Columns a, b, metric, value, low, high, N (rows), d_a, d_b (features); `b` is empty and `d_b` 0 for metrics of one model; `attrs["notes"]`: lines to read with it
     "All similarities of all pairs of models, with intervals, and with labels what each model is good for."
     if not 0 < level < 1: raise UserError(f"level = {level}: must be above 0 and below 1")
     if chunk < 1: raise UserError(f"chunk = {chunk}: must be at least 1")
-    if dataset and not any(isinstance(m, (str, Path)) and is_checkpoint(m) for m in models.values()): raise UserError("dataset: only checkpoints look at one, and here is none")
-    rows = [_opened(name, m, dataset, split) for name, m in models.items()]
+    if (dataset or root) and not any(isinstance(m, (str, Path)) and is_checkpoint(m) for m in models.values()): raise UserError(f"{'dataset' if dataset else 'root'}: only checkpoints look at one, and here is none")
+    if data and not dataset: raise UserError(f"data = {data!r}: says which data set of folder or hub; name one of them as dataset, too")
+    checkpoint = partial(open_checkpoint, dataset=dataset, split=split, root=root, data=data, device=device)
+    rows = [_opened(name, m, checkpoint) for name, m in models.items()]
     _check(rows, chunk)
     N, notes = rows[0].shape[0], [*_notes(rows)]
     clusters = None if clusters is None else _whole_labels("clusters", _memory(torch.as_tensor(clusters)), N)
@@ -449,7 +474,7 @@ def similarity_heat(
     for axis in [c for layer in chart.layer for c in (layer.encoding.x, layer.encoding.y)]: axis["sort"] = [name.get(n, n) for n in axis["sort"]]
     return chart
 
-# %% ../nbs/46_compare.ipynb #1dd433b4
+# %% ../nbs/46_compare.ipynb #7c26cba4
 def _names(paths):
     "A short name for each path: its last part, or all of it where that is not unique."
     last = [Path(p).stem if Path(p).suffix else Path(p).name or p for p in paths]
@@ -463,7 +488,8 @@ def _json_rows(table):
 
 def _compare(args):
     "compare feature files or checkpoints: similarities with intervals, probes, collapse, a heat map"
-    table = compare(dict(zip(_names(args.models), args.models)), labels=args.labels or None, level=args.level, chunk=args.chunk, dataset=args.dataset, split=args.split)
+    table = compare(dict(zip(_names(args.models), args.models)), labels=args.labels or None, level=args.level, chunk=args.chunk,
+                    dataset=args.dataset, split=args.split, root=args.root, data=args.data, device=args.device)
     text, out = json.dumps(_json_rows(table), indent=1) + "\n", Path(args.out)
     say = sys.stderr if args.json == "-" else sys.stdout
     print(table.to_string(index=False, float_format="{:.4f}".format, na_rep="-"), *table.attrs["notes"], sep="\n", file=say)
@@ -476,7 +502,7 @@ def _compare(args):
         files.append(write_atomic(Path(args.json), text.encode()))
     print("written:", *files, file=say)
 
-# %% ../nbs/46_compare.ipynb #fb9cf061
+# %% ../nbs/46_compare.ipynb #ee2c7601
 def add_command(
     commands: object, # What `argparse.ArgumentParser.add_subparsers` returned
 ) -> argparse.ArgumentParser: # The parser of `compare`
@@ -491,5 +517,8 @@ def add_command(
     c.add_argument("--chunk", type=int, default=2048, metavar="ROWS", help="rows that are read at once (default: 2048)")
     c.add_argument("--dataset", default="", help="data set that checkpoints look at (default: their own)")
     c.add_argument("--split", default="test", help="its split, train or test (default: test)")
+    c.add_argument("--root", default="", metavar="FOLDER", help="folder that holds it, where it lies in one of your own")
+    c.add_argument("--data", default="", metavar="NAME", help="which one, where --dataset is folder or hub: a name of your own, or the name on the Hugging Face hub")
+    c.add_argument("--device", default="auto", metavar="NAME", help="where checkpoints compute: auto, cpu, cuda or cuda:<n> (default: auto)")
     c.set_defaults(fn=_compare)
     return c

@@ -135,7 +135,7 @@ def _refuse(f, v):
     shown = repr(v) if len(repr(v)) < 200 else repr(v)[:200] + " ..."
     raise UserError(f"parameter {f.name} = {shown}: must be {valid}")
 
-# %% ../nbs/00_core.ipynb #af7f6e15
+# %% ../nbs/00_core.ipynb #ba1d0d2b
 _FROM = {int: (int,), float: (float, int, str), str: (str,)} # what an item of a list may be written as
 
 def checked(
@@ -147,6 +147,7 @@ def checked(
     try:
         if kind is float and isinstance(v, (int, float, str)) and not isinstance(v, bool): value = float(v)
         if kind is int and isinstance(v, float) and v == int(v): value = int(v)
+        if isinstance(v, bool) and "yes" in f.metadata["choices"]: value = "yes" if v else "no" # how YAML reads these two words
         if (item := typing.get_args(kind)) and isinstance(v, (list, tuple, range)) and all(type(i) in _FROM[item[0]] for i in v): value = tuple(map(item[0], v))
     except (ValueError, OverflowError): _refuse(f, v)
     if type(value) is not (typing.get_origin(kind) or kind): _refuse(f, v)

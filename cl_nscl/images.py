@@ -117,22 +117,30 @@ def statistics(
     round4 = lambda v: tuple(round(x, 4) for x in v.tolist())
     return round4(mean), round4((square - mean**2).clamp(min=1e-4).sqrt())
 
-# %% ../nbs/03_images.ipynb #5f4f2bf5
+# %% ../nbs/03_images.ipynb #b93c61b5
 ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp", ".gif")
 
 def class_folders(
-    folder: Path,
+    folder: Path, # Of a split
 ) -> list[str]: # Names, sorted
     "The folders in a folder that are not hidden."
     with os.scandir(folder) as found: return sorted(e.name for e in found if e.is_dir() and not e.name.startswith("."))
 
+def _entered(path, seen): # a folder that no other way led to
+    known = (s := os.stat(path)).st_dev, s.st_ino
+    return known not in seen and not seen.add(known)
+
 def image_files(
-    folder: Path,
+    folder: Path, # Of a class
 ) -> tuple[list[tuple[str, int]], int]: # (path below the folder, size in bytes), sorted; how many files were left out
-    "All image files below a folder."
-    files, left_out = [], 0
+    "All image files below a folder; a link to a folder above it is a `UserError`, and no folder is entered twice."
+    files, left_out, seen, above = [], 0, set(), Path(folder).resolve()
+    _entered(folder, seen)
     for at, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [d for d in folders if not d.startswith(".")]
+        folders[:] = sorted(d for d in folders if not d.startswith("."))
+        for d in folders:
+            if os.path.islink(link := os.path.join(at, d)) and above.is_relative_to(os.path.realpath(link)): raise UserError(f"{link}: is a link to a folder above it, so its images would be found again and again; remove it")
+        folders[:] = [d for d in folders if _entered(os.path.join(at, d), seen)]
         for name in names:
             path = os.path.join(at, name)
             if name.startswith(".") or not name.lower().endswith(ENDINGS): left_out += 1

@@ -6,14 +6,14 @@
 __all__ = ['PAIR_METRICS', 'MEASURE_VERSION', 'COLUMNS', 'MEASURES', 'load_model', 'reference', 'snapshot_steps', 'pair_rows',
            'start_rows', 'downstream_rows', 'collapse_rows', 'loss_gap_rows', 'measured', 'alignment']
 
-# %% ../nbs/26_measure.ipynb #ee23dc3e
+# %% ../nbs/26_measure.ipynb #fbaa8fe9
 import functools, hashlib, json, warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd, torch
 
-from .core import UserError, generator, pick
+from .core import UserError, generator, import_plugins, pick
 from .collapse import cdnv, directional_cdnv, nc1, nc2, nc3, nc4
 from .data import Dataset, Split, Stream
 from .losses import OBJECTIVES, cl_loss, nscl_loss
@@ -25,7 +25,7 @@ from .twins import clock, dataset_of, features
 from .views import split_views, uniforms, view_spec
 from .weights import mean_weight_gap
 
-# %% ../nbs/26_measure.ipynb #ca2c4496
+# %% ../nbs/26_measure.ipynb #0507bdc6
 def load_model(
     run: Run,
     step: int, # A snapshot step
@@ -33,6 +33,7 @@ def load_model(
     device: str = "cpu",
 ) -> Twin: # In evaluation mode
     "The run's model with the weights of a snapshot."
+    import_plugins(run.p.plugins)
     C = ds.C if OBJECTIVES[run.p.objective].needs_head else None
     model = build_twin(run.p, channels=ds.channels, size=view_spec(run.p, ds).size, C=C)
     load_weights(model, load_snapshot(run, step))

@@ -7,8 +7,9 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'notebook_study', 'parameters_cell', 'study_values', 'twins_of', 'seeds_of', 'alignment_points',
            'downstream_points', 'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide',
            'fixed_steps', 'class_points', 'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images',
-           'looked_at', 'tasks', 'estimate', 'operations', 'duration', 'Progress', 'out_of_memory', 'reason',
-           'train_task', 'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of', 'device_for', 'point_rows']
+           'looked_at', 'tasks', 'estimate', 'measuring', 'operations', 'duration', 'Progress', 'out_of_memory',
+           'worker_died', 'reason', 'train_task', 'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of',
+           'device_for', 'point_rows']
 
 # %% ../nbs/45_plan.ipynb #1776378e
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
@@ -63,7 +64,7 @@ class Study(Params):
 
 STUDY_FIELDS = tuple(f for f in dataclasses.fields(Study) if f.name != "objective")
 
-# %% ../nbs/45_plan.ipynb #076aa6e2
+# %% ../nbs/45_plan.ipynb #3ffb3d3c
 def study(
     values: dict, # Names and values: a parameter file's, or a notebook's
     where: str = "", # Named in a message: the file or the notebook
@@ -79,14 +80,24 @@ def study(
         encoder_named(s.encoder)
         for o in s.objectives: pick(OBJECTIVES, o, "objective")
         if len(s.objectives) < 2 or len(set(s.objectives)) < len(s.objectives): raise UserError(f"parameter objectives = {list(s.objectives)}: must be two or more, each once")
-        device_of(s)
+        device_of(s); _check_sweeps(s)
     except UserError as e: raise UserError(f"{prefix}{e}") from None
     return s
 
-def _named(s): # a folder has a name, and the code of an encoder of one's own is part of the run
+def _named(s): # folders are found from everywhere, a folder of images has a name, and the code of an encoder of one's own is part of the run
+    s = dataclasses.replace(s, **{k: os.path.expanduser(getattr(s, k)) for k in ("root", "out", "runs")})
     if s.dataset == "folder" and s.root and not s.data: s = dataclasses.replace(s, data=Path(s.root).resolve().name)
     code = s.encoder.rpartition(":")[0]
+    if s.title in ("", ".", "..") or "/" in s.title: raise UserError(f"parameter {'labels' if '/' in s.labels else 'data'} = {s.labels if '/' in s.labels else s.data!r}: must be a name, as the results go to a folder of that name")
     return dataclasses.replace(s, plugins=(*s.plugins, code)) if code and code not in s.plugins else s
+
+def _check_sweeps(s): # each value of a sweep is one that a run could have
+    for name, field in dict(taus="tau", batch_sizes="B", class_counts="B").items(): # classes are two or more, as images of a batch are
+        values = getattr(s, name)
+        if len(set(values)) < len(values): raise UserError(f"parameter {name} = {list(values)}: must be different values, each once")
+        for v in values:
+            try: fill(Params(), {field: v})
+            except UserError as e: raise UserError(f"parameter {name} = {list(values)}: {v} {str(e).partition(': ')[2]}") from None
 
 # %% ../nbs/45_plan.ipynb #f0b1920f
 def device_of(
@@ -212,7 +223,7 @@ def temperature_points(
     "Figure 4: the temperature."
     return [(dict(tau=tau), _sweep(s, seed, tau=tau)) for tau in s.taus for seed in seeds_of(s)]
 
-# %% ../nbs/45_plan.ipynb #ba116e73
+# %% ../nbs/45_plan.ipynb #79fb309e
 @functools.cache
 def _source(dataset, root, data, labels): # what is on this machine, or the published numbers; a plan fetches nothing
     try: return open_source(dataset, root, data, labels, download=False)
@@ -243,7 +254,8 @@ def provide(
 ) -> None:
     "Fetch the data of a study if they are not there; `MissingData` if that cannot be done."
     open_source(s.dataset, s.root, s.data, s.labels)
-    _source.cache_clear(); _train_size.cache_clear()
+    for of_the_data in (_source, _train_size, _fingerprint): of_the_data.cache_clear()
+    _costs.clear()
 
 def fixed_steps(
     s: Study,
@@ -309,13 +321,21 @@ def experiments_of(
     for name in asked: pick(POINTS, name, "experiment")
     return [name for name in POINTS if name in asked]
 
-# %% ../nbs/45_plan.ipynb #b060904d
+# %% ../nbs/45_plan.ipynb #6c52397d
+_SWEPT = {"02_classes": "class_counts", "03_temperature": "taus", "04_batch_size": "batch_sizes", "08_loss_gap": "class_counts"}
+
+def _measurable(s, name): # before anything trains: what its notebook would refuse at the end
+    field = _SWEPT.get(name)
+    if field and len(values := getattr(s, field)) < 2: raise UserError(f"parameter {field} = {list(values)}: must be two values or more, as {name} shows a trend; or leave that experiment out")
+    if name == "08_loss_gap" and 0 < s.n_ref < s.B: raise UserError(f"parameter n_ref = {s.n_ref}: must be at least B = {s.B} for {name}, or 0 for all images")
+
 def plan(
     s: Study,
     experiments: list[str] | None = None, # Names in `POINTS`; `None`: the study's
 ) -> list[Run]: # Each run once, in order of first need
-    "The runs that the experiments need, each once, with their folders."
-    wanted = [p for name in experiments_of(s, experiments) for _, twins in POINTS[name](s) for p in twins]
+    "The runs that the experiments need, each once, with their folders; a study that an experiment could not measure is a `UserError`."
+    for name in (names := experiments_of(s, experiments)): _measurable(s, name)
+    wanted = [p for name in names for _, twins in POINTS[name](s) for p in twins]
     return [*{run_id(p): stored_run(p, s.runs) for p in wanted}.values()]
 
 # %% ../nbs/45_plan.ipynb #770c0d9d
@@ -387,17 +407,31 @@ def _with_decoding(p, seconds): # workers decode at the same time; without them 
     decoding = (time.perf_counter() - start) / min(16, len(src.train[1]))
     return max(seconds, decoding / workers) if workers else seconds + decoding
 
-# %% ../nbs/45_plan.ipynb #ef8ce393
+# %% ../nbs/45_plan.ipynb #201878e4
+_costs = {} # timed once for all runs of a shape
+
+def _cost(p, device): # seconds of one image of a batch
+    kind = _kind(p)
+    if (kind, device) not in _costs: _costs[kind, device] = _seconds(dataclasses.replace(kind, classes=p.classes), device)
+    return _costs[kind, device]
+
 def estimate(
     runs: list[Run], # Those that are done cost nothing
     jobs: int, # Processes
     device: str = "cpu",
 ) -> float: # Seconds
     "About how long training will take."
-    cost, groups = {}, tasks([r for r in runs if not r.done], jobs)
-    for g in groups:
-        if (k := _kind(g[0].p)) not in cost: cost[k] = _seconds(dataclasses.replace(k, classes=g[0].p.classes), device)
-    return sum((images(r) - looked_at(r)) * cost[_kind(r.p)] for g in groups for r in g) / max(1, min(jobs, len(groups)))
+    groups = tasks([r for r in runs if not r.done], jobs)
+    return sum((images(r) - looked_at(r)) * _cost(r.p, device) for g in groups for r in g) / max(1, min(jobs, len(groups)))
+
+def measuring(
+    s: Study,
+    name: str, # An experiment
+    device: str = "cpu",
+) -> float: # Seconds
+    "About how long the notebook of an experiment looks at images: those of both splits at each snapshot of its runs, in a forward pass, a third of a training step."
+    looked = lambda r: len(clock(r.p, N := train_size(r.p)).snapshots) * 2 * min(s.n_ref or N, N)
+    return sum(looked(r) * _cost(r.p, device) / (3 * r.p.K) for r in plan(s, [name]))
 
 # %% ../nbs/45_plan.ipynb #1817adce
 @functools.cache
@@ -420,11 +454,13 @@ def duration(
     "A length of time for people."
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h" if seconds < 360000 else f"{seconds / 86400:,.0f} days"
 
-# %% ../nbs/45_plan.ipynb #a1dea702
+# %% ../nbs/45_plan.ipynb #0246d170
 class Progress:
     "Progress of a known amount of work: a bar on a terminal, a line every tenth elsewhere."
     def __init__(self, total: int, what: str, first: int = 0): # `first`: what is behind already
-        self.total, self.what, self.n, self.first, self.told, self.start, self.lock = total, what, first, first, 10 * first // total, time.time(), threading.Lock()
+        self.total, self.what = total, what
+        self.n = self.first = first
+        self.told, self.start, self.lock = 10 * first // total, time.time(), threading.Lock()
         self.bar = tqdm(total=total, initial=first, desc=what, unit="images", unit_scale=True, dynamic_ncols=True, leave=True) if sys.stderr.isatty() else None
     def add(self, amount: int):
         with self.lock:
@@ -436,18 +472,25 @@ class Progress:
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #61c1ed4d
+# %% ../nbs/45_plan.ipynb #f50eca99
 def out_of_memory(
     e: Exception,
 ) -> bool:
     "Did an allocation fail? The CPU's allocator raises a plain `RuntimeError`."
     return isinstance(e, (MemoryError, torch.cuda.OutOfMemoryError)) or "allocate memory" in str(e)
 
+def worker_died(
+    e: Exception,
+) -> bool:
+    "Did a process that decodes images end? torch raises a plain `RuntimeError`."
+    return isinstance(e, RuntimeError) and "DataLoader worker" in str(e)
+
 def reason(
     e: Exception,
 ) -> str: # One line
     "Why something failed, for people."
     text = " ".join(str(e).split())
+    if worker_died(e): return f"a process that decodes images was killed, out of memory? Fewer of them need less (parameter workers), then the same command continues ({text})"
     if out_of_memory(e): return f"out of memory; fewer jobs at a time need less, then the same command continues ({text or type(e).__name__})"
     return text if isinstance(e, (UserError, CannotWrite)) else f"{type(e).__name__}: {text}"
 
@@ -463,10 +506,12 @@ def train_task(
     if params[0].compile: say("compiling the networks: the first step takes minutes")
     train_runs([stored_run(p, task["folder"]) for p in params], task["device"], lambda steps, t, losses: gained(steps * len(losses) * params[0].B), say=say)
 
-# %% ../nbs/45_plan.ipynb #0264c94c
+# %% ../nbs/45_plan.ipynb #b8722b39
+_ANSWER = "\x1e" # begins an answer: what else comes out of the process, such as words of a library that is imported, is none
+
 def _serve(): # the process: a task as a line of JSON on standard input; answers "gained N", "said TEXT" and "ended WHY" on what was standard output
     answers = os.fdopen(os.dup(1), "w")
-    answer = lambda *words: print(*words, file=answers, flush=True)
+    answer = lambda *words: print(_ANSWER, *words, file=answers, flush=True)
     for line in sys.stdin:
         task, told, images = json.loads(line), time.time(), 0
         def gained(n):
@@ -481,17 +526,17 @@ def _serve(): # the process: a task as a line of JSON on standard input; answers
             with contextlib.suppress(OSError): traceback.print_exc() # the log's disk may be full
             answer("ended", reason(e))
 
-# %% ../nbs/45_plan.ipynb #40a8fdf0
+# %% ../nbs/45_plan.ipynb #758694d2
 def _ask(process, runs, device, threads, progress): # -> "" or why the task failed
     log = runs[0].path/"log.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     task = dict(params=[dataclasses.asdict(r.p) for r in runs], folder=str(runs[0].path.parent), device=device, threads=threads, log=str(log))
     with contextlib.suppress(BrokenPipeError): process.stdin.write(json.dumps(task) + "\n"); process.stdin.flush()
     for line in process.stdout:
-        word, _, rest = line.strip().partition(" ")
+        word, _, rest = line.partition(_ANSWER)[2].strip().partition(" ")
         if word == "gained": progress.add(int(rest))
         elif word == "said": print(rest, flush=True)
-        else: return rest and f"{rest} (log: {log})"
+        elif word == "ended": return rest and f"{rest} (log: {log})"
     if (code := process.wait()) < 0: return f"killed by signal {-code}{', out of memory?' if code == -9 else ''} (log: {log})"
     process.early.seek(0)
     return f"the process ended with code {code} ({(process.early.read().strip().splitlines() or ['no message'])[-1]}; log: {log})"
@@ -560,32 +605,37 @@ def device_for(
     "Where a training process computes."
     return f"cuda:{job % torch.cuda.device_count()}" if device == "cuda" else device
 
-# %% ../nbs/45_plan.ipynb #7cc596dd
+# %% ../nbs/45_plan.ipynb #059691c4
+def _started(threads): # a process that waits for tasks
+    early = tempfile.TemporaryFile("w+") # what it says before its first task
+    process = subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=early, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    process.early = early
+    return process
+
 def _run_tasks(todo, jobs, asked, threads, progress): # -> one line for each failure
-    left, failures, live, stop = queue.SimpleQueue(), [], set(), threading.Event()
+    left, failures, live, lock, stop = queue.SimpleQueue(), [], [], threading.Lock(), threading.Event()
     for runs in todo: left.put(runs)
-    def start():
-        early = tempfile.TemporaryFile("w+") # what it says before its first task
-        live.add(p := subprocess.Popen([sys.executable, "-m", "cl_nscl.plan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=early, text=True,
-                                       env=os.environ | {"OMP_NUM_THREADS": str(threads)}))
-        p.early = early
-        return p
     def work(job):
-        process, device = start(), device_for(job, asked)
-        while not (left.empty() or stop.is_set()):
+        process, device = None, device_for(job, asked)
+        while not stop.is_set():
             try: runs = left.get_nowait()
             except queue.Empty: break
-            if process.poll() is not None: process = start()
+            with lock: # none starts once the others are killed
+                if stop.is_set(): break
+                if not process or process.poll() is not None: live.append(process := _started(threads))
             why = _ask(process, runs, device, threads, progress)
             if why and not stop.is_set(): failures.append(failed(runs, why)) # who interrupts is no failure
-        with contextlib.suppress(BrokenPipeError): process.stdin.close()
-        process.wait()
+        if process:
+            with contextlib.suppress(BrokenPipeError): process.stdin.close()
+            process.wait()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
             for done in [pool.submit(work, job) for job in range(jobs)]: done.result()
         except BaseException: # interrupted: no process outlives its plan
-            stop.set()
-            for p in live: p.kill()
+            with lock:
+                stop.set()
+                for p in live: p.kill()
             raise
         finally: progress.close()
     return failures

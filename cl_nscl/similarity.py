@@ -203,7 +203,7 @@ def _metric(
 
 METRICS = {"cka": "cosine", "cka_linear": "linear", "cka_debiased": "cosine", "rsa": "cosine", "drift": "cosine", "rho": "cosine", "r": "cosine"}
 
-# %% ../nbs/21_similarity.ipynb #f5043f07
+# %% ../nbs/21_similarity.ipynb #608e9cbf
 def _unit(h):
     "Rows of length one, whatever their scale."
     length = h.norm(dim=1, keepdim=True)
@@ -227,7 +227,8 @@ class Similarity:
     ):
         self.names, self.N, self.dtype = list(names), 0, torch.float64
         if len(set(self.names)) < len(self.names) or not self.names: raise ValueError(f"names: must be different and at least one, not {self.names}")
-        self.moments = {k: Moments(products) for k in kernels if pick({"cosine": 1, "linear": 1}, k, "kernel")}
+        for k in kernels: pick(dict.fromkeys(("cosine", "linear")), k, "kernel")
+        self.moments = {k: Moments(products) for k in kernels}
         self.waiting, self.d, self.scale, self.seen = [], None, None, set()
 
     def rows(self, tile, kernel):

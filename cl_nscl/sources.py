@@ -133,13 +133,13 @@ def folder(
                       "make these two folders in one folder and name it as root", "use dataset: hub for a data set of the Hugging Face hub")
     return folder_source(data or "folder", Path(root))
 
-# %% ../nbs/04_sources.ipynb #6a97b0a0
+# %% ../nbs/04_sources.ipynb #9a98bbc2
 def _library():
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # of its progress bars in a notebook
             import datasets
-    except ImportError: raise UserError("the Hugging Face library is missing: pip install 'cl_nscl[hub]' (or datasets)") from None
+    except ImportError: raise UserError("the Hugging Face library is missing: pip install datasets, or in a clone of the project pip install -e '.[hub]'") from None
     datasets.disable_progress_bars()
     return datasets
 
@@ -178,10 +178,37 @@ def hub_columns(
     if not label: raise UserError(f"{name}: which column holds the labels? Name it with the parameter labels; its columns: {', '.join(features)}")
     return images[0], label
 
-# %% ../nbs/04_sources.ipynb #11f5315b
+# %% ../nbs/04_sources.ipynb #fe4480c1
 def _classes(table, column): # -> labels, names of the classes or the values themselves
     feature, values = table.features[column], table.select_columns([column])[:][column]
     return values, getattr(feature, "names", None)
+
+def _unlabelled(values): # how many rows lack a label: nothing is there, no number, or a negative one, as is usual for test rows
+    return sum(v is None or not isinstance(v, str) and (v != v or v < 0) for v in values)
+
+def _held_out(splits, label): # the first split beside the training split whose rows all have labels; `None`: there is none
+    whole = lambda t: label in t.features and len(t) and not _unlabelled(_classes(t, label)[0])
+    return next((t for t in (*HELD_OUT, "dev") if t in splits and whole(splits[t])), None)
+
+def _numbered(name, label, values, values_test, names): # -> labels of the training and of the test split as positions among the classes; the classes
+    if odd := [v for v in values if isinstance(v, (list, dict))]: raise UserError(f"{name}: column {label!r} holds {odd[0]!r}, not one label for a row; name another column with the parameter labels")
+    if n := _unlabelled(values):
+        raise UserError(f"{name}: {n} of {len(values)} rows of the training split have no label in column {label!r}; remove them from a copy, or name another column with the parameter labels")
+    kinds = range(len(names)) if names else sorted({*values, *values_test}, key=lambda v: (isinstance(v, str), v))
+    of = {v: i for i, v in enumerate(kinds)}
+    if bad := sorted({v for v in values if v not in of}, key=str): raise UserError(f"{name}: {bad[0]!r} in column {label!r} of the training split is no class")
+    y, y_test = (torch.tensor([of[v] for v in vs], dtype=torch.int64) for vs in (values, values_test))
+    return y, y_test, tuple(map(str, names or kinds))
+
+def _hold_out(y, ids): # one fifth of each class, the same for everyone -> training and test split
+    take = draw_per_class(y, {c: (n + 2) // 5 for c, n in enumerate(y.bincount().tolist())}, generator(0, "split"))
+    out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
+    return (y[~out], ids[~out]), (y[out], ids[out])
+
+# %% ../nbs/04_sources.ipynb #fa1db1d8
+def _cells(table, column): # the column of images alone, encoded
+    datasets, alone = _library(), table.select_columns([column])
+    return alone.cast_column(column, datasets.Image(decode=False)) if isinstance(table.features[column], datasets.Image) else alone
 
 def hub_source(
     name: str, # Of the data set, for messages
@@ -190,35 +217,21 @@ def hub_source(
     stats: tuple | None = None, # Mean and standard deviation where they are published
 ) -> Source:
     "A source of tables of the Hugging Face library."
-    datasets = _library()
     if "train" not in splits: raise UserError(f"{name}: has no training split; its splits: {', '.join(splits)}")
     image, label = hub_columns(splits["train"].features, labels, name)
-    values, names = _classes(splits["train"], label)
-    held = next((t for t in (*HELD_OUT, "dev") if t in splits and label in splits[t].features and _labelled(_classes(splits[t], label)[0])), None)
-    values_test = _classes(splits[held], label)[0] if held else []
-    kinds = [*names] if names else sorted({*values, *values_test}, key=lambda v: (isinstance(v, str), v))
-    of = {v: i for i, v in enumerate(kinds)} if not names else {i: i for i in range(len(names))}
-    if bad := sorted({v for v in values if v not in of}, key=str): raise UserError(f"{name}: {bad[0]!r} in column {label!r} of the training split is no class")
-    y, y_test = (torch.tensor([of[v] for v in vs], dtype=torch.int64) for vs in (values, values_test))
-    cells = lambda t: (t.select_columns([image]).cast_column(image, datasets.Image(decode=False)) if isinstance(t.features[image], datasets.Image) else t.select_columns([image]))
-    rows = Rows(cells(splits["train"]), cells(splits[held]) if held else (), name)
+    held = _held_out(splits, label)
+    y, y_test, classes = _numbered(name, label, _classes(splits["train"], label)[0], _classes(splits[held], label)[0] if held else [], _classes(splits["train"], label)[1])
     train, test = (y, torch.arange(len(y))), (y_test, torch.arange(len(y), len(y) + len(y_test)))
     if not held: train, test = _hold_out(*train)
+    rows = Rows(_cells(splits["train"], image), _cells(splits[held], image) if held else (), name)
     if not stats: rows = replace(rows, channels=count_channels(rows.raw, train[1]))
-    mean, std, listing = *(stats or statistics(rows, train[1])), sample_hash(rows.raw, torch.arange(len(splits["train"])))
-    return Source(train, test, partial(decoded, rows), tuple(range(len(kinds))), tuple(map(str, kinds)), mean, std, opened=rows, listing=listing,
+    mean, std = stats or statistics(rows, train[1])
+    return Source(train, test, partial(decoded, rows), tuple(range(len(classes))), classes, mean, std, opened=rows, listing=sample_hash(rows.raw, torch.arange(len(y))),
                   found=dict(splits=["train", held or "a fifth of train"], columns=[image, label]))
 
-def _labelled(values): return bool(len(values)) and all(v is not None and (isinstance(v, str) or v >= 0) for v in values)
-
-def _hold_out(y, ids): # one fifth of each class, the same for everyone -> training and test split
-    take = draw_per_class(y, {c: (n + 2) // 5 for c, n in enumerate(y.bincount().tolist())}, generator(0, "split"))
-    out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
-    return (y[~out], ids[~out]), (y[out], ids[out])
-
-# %% ../nbs/04_sources.ipynb #0e7bb082
+# %% ../nbs/04_sources.ipynb #a44c3c65
 def local_tables(
-    folder: Path,
+    folder: Path, # Maybe holds such a copy
 ) -> dict | None: # Split and Dataset; `None`: no such copy there
     "A copy of a hub data set on this machine: made with save_to_disk, or parquet files whose names or folders say the split."
     if not folder.is_dir(): return None
@@ -279,7 +292,7 @@ def _labelled_files(rows, base, folder, table, called=str): # (class, name) of e
         seen[f] = c
     return [(c, f"{folder}/{there[f][0]}", there[f][1]) for c, f in rows], out + len(there) - len(seen)
 
-# %% ../nbs/04_sources.ipynb #6f24febf
+# %% ../nbs/04_sources.ipynb #6f51e87d
 def _elsewhere(name, looked_for, root, download, repository, stats, where): # a copy from the hub in root, or the hub
     for p in where:
         if p.is_dir() and (splits := local_tables(p)): return hub_source(name, splits, stats=stats)
@@ -287,7 +300,7 @@ def _elsewhere(name, looked_for, root, download, repository, stats, where): # a 
         packed = [q for p in where if p.is_dir() for q in (*p.glob("*.zip"), *p.glob("*.tar"), *p.glob("*.tar.gz"))]
         hint = f" (there is {packed[0]}: unpack it)" if packed else ""
         raise missing(name, looked_for, where, f"nothing is downloaded {'when root is given' if root else 'for a plan'}{hint}", "put it there",
-                      f"leave root empty, so that {repository} is fetched from the Hugging Face hub (pip install 'cl_nscl[hub]')")
+                      f"leave root empty, so that {repository} is fetched from the Hugging Face hub (which needs the library datasets: pip install datasets)")
     try: return hub_source(name, hub_tables(name, repository), stats=stats)
     except MissingData as e:
         why = str(e).split(", and ", 1)[1].split(". Either ")[0]

@@ -8,8 +8,8 @@ __all__ = ['CannotWrite', 'write_atomic', 'sweep', 'content_hash', 'stored_files
            'load_checkpoint', 'load_snapshot', 'history', 'provenance', 'locked', 'holder', 'resumable', 'Paused',
            'train_runs']
 
-# %% ../nbs/20_store.ipynb #600dcff8
-import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, shutil, subprocess, tempfile, time, warnings
+# %% ../nbs/20_store.ipynb #218c6d22
+import concurrent.futures, contextlib, dataclasses, hashlib, io, json, math, os, platform, re, subprocess, time, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,26 +26,23 @@ from .models import encoder_record
 from .optim import peak_lr, schedule
 from .twins import Diverged, Twins, arithmetic, check_finite, clock, collapsed, dataset_of, load_state, train, twin_state
 
-# %% ../nbs/20_store.ipynb #cd1d281d
+# %% ../nbs/20_store.ipynb #85f84322
 class CannotWrite(OSError):
     "A file could not be written: names it and says why. What stood there before is intact."
 
 def write_atomic(
     path: Path, # Where the bytes go; its folder exists
-    data: bytes,
+    data: bytes, # Its whole content
 ) -> Path: # `path`
     "Write under a temporary name beside `path`, flush to the disk, rename. A failure leaves the old file and no stray one."
-    tmp = None
+    tmp = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(fd, "wb") as f:
+        with open(tmp, "xb") as f: # permissions: those that the user gives to new files
             f.write(data); f.flush(); os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
         os.replace(tmp, path)
         _flush_names(path.parent)
     except BaseException as e:
-        if tmp:
-            with contextlib.suppress(OSError): os.unlink(tmp)
+        with contextlib.suppress(OSError): os.unlink(tmp)
         if isinstance(e, OSError): raise CannotWrite(f"cannot write {path}: {e.strerror or e}") from None
         raise
     return path
@@ -56,9 +53,9 @@ def _flush_names(folder): # the rename itself, so that no later file outlives an
         try: os.fsync(fd)
         finally: os.close(fd)
 
-# %% ../nbs/20_store.ipynb #562e19c4
+# %% ../nbs/20_store.ipynb #352df0d3
 def sweep(
-    folder: Path,
+    folder: Path, # Of a run, of results or of measured rows
     older: float = 0, # Seconds since the last byte was written
 ) -> None:
     "Remove temporary files that killed processes left."
@@ -66,25 +63,25 @@ def sweep(
         with contextlib.suppress(FileNotFoundError):
             if time.time() - p.stat().st_mtime >= older: p.unlink()
 
-# %% ../nbs/20_store.ipynb #99fdab9c
+# %% ../nbs/20_store.ipynb #d79049a4
 _NAME = re.compile(r"(?P<kind>checkpoint|snapshot)-(?P<step>\d+)-(?P<hash>[0-9a-f]{16})\.(?:pt|safetensors)")
 
 def content_hash(
-    data: bytes,
+    data: bytes, # A file's whole content
 ) -> str: # 16 hexadecimal digits
     "What a stored file's name carries."
     return hashlib.sha256(data).hexdigest()[:16]
 
-# %% ../nbs/20_store.ipynb #668e2577
+# %% ../nbs/20_store.ipynb #387da474
 def stored_files(
-    folder: Path,
+    folder: Path, # Of a run
     kind: str, # "checkpoint" or "snapshot"
 ) -> dict[int, Path]: # Step and file, oldest first
     "The stored files of a kind, by step."
     found = {int(m["step"]): p for p in folder.glob(f"{kind}-*") if (m := _NAME.fullmatch(p.name))} if folder.is_dir() else {}
     return dict(sorted(found.items()))
 
-# %% ../nbs/20_store.ipynb #ff141bd1
+# %% ../nbs/20_store.ipynb #f2f69a44
 def is_whole(
     path: Path, # A file with a hash in its name
 ) -> bool:
@@ -92,7 +89,7 @@ def is_whole(
     return path.is_file() and content_hash(path.read_bytes()) == _NAME.fullmatch(path.name)["hash"]
 
 def set_aside(
-    path: Path,
+    path: Path, # A file
     reason: str, # Why it cannot be used
 ) -> None:
     "Rename a file that cannot be used, and say so in a warning."
@@ -112,18 +109,18 @@ def read_stored(
     else: reason = "its content does not match the hash in its name"
     set_aside(path, reason)
 
-# %% ../nbs/20_store.ipynb #460fb14d
+# %% ../nbs/20_store.ipynb #d0ef8771
 def _foreign(x, at=""): # what the safe loader would refuse: (place, type)
     if isinstance(x, dict) or type(x) in (list, tuple):
         for k, v in x.items() if isinstance(x, dict) else enumerate(x): yield from _foreign(v, f"{at}[{k!r}]")
     elif not isinstance(x, torch.Tensor) and type(x) not in (int, float, str, bool, bytes, type(None)): yield f"{at} is a {type(x).__module__}.{type(x).__name__}"
 
 def write_stored(
-    folder: Path,
+    folder: Path, # Of a run
     kind: str, # "checkpoint" or "snapshot"
-    step: int,
+    step: int, # Optimizer steps behind it
     content: dict, # A state (checkpoint) or a state_dict (snapshot)
-) -> Path:
+) -> Path: # The file
     "Write `content` under a name that carries its step and hash, in place of an older file of that step."
     if bad := next(_foreign(content), ""): raise ValueError(f"{kind} at step {step}: {bad}, which could not be read back; store tensors and plain numbers")
     if kind == "snapshot": data, ext = safe_save({k: v.detach().cpu().contiguous() for k, v in content.items()}), "safetensors"
@@ -144,12 +141,12 @@ def ending(
     except (OSError, ValueError): return None
     return end if isinstance(end, dict) and all((folder/f).exists() for f in end.get("snapshots", [])) else None
 
-# %% ../nbs/20_store.ipynb #b8335ff4
+# %% ../nbs/20_store.ipynb #4e0441df
 @dataclass(frozen=True)
 class Run:
     "A run and its folder; made by `stored_run`."
-    p: Params
-    path: Path
+    p: Params # All of it: two runs with equal parameters are one
+    path: Path # The run's folder
     @property
     def id(self): return self.path.name
     @property
@@ -252,7 +249,7 @@ def history(
     means = [losses[(t - 1) // per_epoch * per_epoch : t].double().mean().item() for t in ends]
     return pd.DataFrame(dict(step=ends, epoch=[t / per_epoch for t in ends], lr=[peak_lr(p) * schedule(t - 1, T, W) for t in ends], loss=means))
 
-# %% ../nbs/20_store.ipynb #53a7977a
+# %% ../nbs/20_store.ipynb #4fa7aa02
 def provenance() -> dict: # Versions, machine, commit: plain strings and numbers
     "What a result depends on besides its parameters."
     def git(*args):
@@ -262,28 +259,35 @@ def provenance() -> dict: # Versions, machine, commit: plain strings and numbers
     cpu = next((l.split(":")[1].strip() for l in info.read_text().splitlines() if l.startswith("model name")), "") if info.exists() else ""
     versions = {n: metadata.version(n) for n in ("torch", "torchvision", "numpy")}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return dict(commit=git("rev-parse", "HEAD"), modified=bool(git("status", "--porcelain", "-uno", ".")), python=platform.python_version(), **versions,
+    ours = git("ls-files", "store.py") # an installed package may lie below somebody else's repository
+    return dict(commit=ours and git("rev-parse", "HEAD"), modified=bool(ours and git("status", "--porcelain", "-uno", ".")), python=platform.python_version(), **versions,
                 machine=platform.machine(), cpu=cpu or platform.processor(), gpu=gpu, threads=torch.get_num_threads(),
                 deterministic=torch.are_deterministic_algorithms_enabled(), cudnn_benchmark=torch.backends.cudnn.benchmark)
 
-# %% ../nbs/20_store.ipynb #4e8a50d7
+# %% ../nbs/20_store.ipynb #c1760df3
 @contextlib.contextmanager
 def locked(
     runs: list[Run],
     say: Callable[[str], None] = print, # Told once when there is something to wait for
 ) -> Iterator[None]:
-    "Hold the locks of all `runs`, taken in one order so that two processes cannot wait for each other."
-    with contextlib.ExitStack() as stack:
-        for run in sorted(set(r.path for r in runs)):
-            run.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(run/".lock")
-            try: lock.acquire(timeout=0)
-            except Timeout:
-                say(f"run {run.name} is being trained by {_owner(run)}; waiting for it")
-                lock.acquire()
-            stack.callback(lock.release)
-            (run/".owner").write_text(f"process {os.getpid()} on {platform.node()}")
+    "Hold the locks of all `runs`, all or none; the main process takes them, and all processes wait together."
+    with contextlib.ExitStack() as held:
+        pause, told = 0.1, False
+        while busy := from_main(lambda: _take(runs, held)):
+            if is_main() and not told: say(f"run {busy.name} is being trained by {_owner(busy)}; waiting for it")
+            told = True
+            time.sleep(pause := min(5, 1.3 * pause)) # short: a process that waits for another one's word gives up at some time
         yield
+
+def _take(runs, held): # the locks of all runs -> the folder of one that somebody else holds; `None`: they are all ours
+    folders = sorted(set(r.path for r in runs))
+    with contextlib.ExitStack() as taken:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            try: taken.enter_context(FileLock(folder/".lock").acquire(timeout=0))
+            except Timeout: return folder
+        held.enter_context(taken.pop_all())
+    for folder in folders: (folder/".owner").write_text(f"process {os.getpid()} on {platform.node()}")
 
 def _owner(folder): return folder.joinpath(".owner").read_text() if folder.joinpath(".owner").exists() else "another process"
 
@@ -312,7 +316,7 @@ def resumable(
         yield step, group
         left = rest
 
-# %% ../nbs/20_store.ipynb #3ef6c1dc
+# %% ../nbs/20_store.ipynb #a73be25f
 class Paused(Exception):
     "Raised by a `report`: write a checkpoint now, and stop."
 
@@ -324,8 +328,8 @@ def train_runs(
     say: Callable[[str], None] = print, # Told when another process holds a run
 ) -> None:
     "Train what is missing of `runs`, from the last checkpoints; each run ends with `done.json`."
-    with contextlib.ExitStack() as locks:
-        groups, diverged, report = from_main(lambda: _begin(runs, locks, say)), [], report or (lambda *_: None)
+    with locked(runs, say):
+        groups, diverged, report = from_main(lambda: _begin(runs)), [], report or (lambda *_: None)
         for step, group in groups:
             try: _train_group(step, *zip(*group), device, report, 60 * minutes)
             except Diverged as e:
@@ -335,8 +339,7 @@ def train_runs(
                     except Diverged as e: diverged.append(e)
         if diverged: raise Diverged("; ".join(map(str, diverged)))
 
-def _begin(runs, locks, say): # what is missing, by the step that it goes on from
-    locks.enter_context(locked(runs, say))
+def _begin(runs): # what is missing, by the step that it goes on from
     missing = [*{r.id: r for r in runs if not r.done}.values()]
     for run in missing: open_run(run)
     return list(resumable(missing))
@@ -345,7 +348,32 @@ def _alone(run): # -> step, (run,), (state,)
     [(step, group)] = resumable([run])
     return step, *zip(*group)
 
-# %% ../nbs/20_store.ipynb #ee03f2f0
+# %% ../nbs/20_store.ipynb #2aac93ce
+class _Writer: # stores the state of twins beside training, in a thread of the main process
+    def __init__(self, runs, twins, losses, seconds):
+        self.runs, self.twins, self.losses, self.seconds = runs, twins, losses, seconds
+        self.pool, self.writing, self.begun = concurrent.futures.ThreadPoolExecutor(1), None, time.time()
+
+    def start(self): # with a copy of what is there now
+        states = [_each(lambda x: x.detach().clone(), twin_state(self.twins, i)) for i in range(len(self.runs))]
+        self.writing = self.pool.submit(_store, self.runs, self.twins.clock, states, self.losses[:, : self.twins.t].clone())
+        self.begun = time.time()
+
+    def wait(self): return self.writing and self.writing.result()
+    def settle(self): from_main(self.wait) # an error of the writer is everybody's
+    def idle(self): return not self.writing or self.writing.done() and not self.writing.exception()
+
+    def step(self): # after each step: a snapshot is due, or the last checkpoint was written long ago
+        due, late = self.twins.t in self.twins.clock.snapshots, time.time() - self.begun > self.seconds
+        if due or late and world() == 1: self.settle()
+        if is_main() and (due or late and self.idle()): self.start()
+
+    def pause(self): # everything is on the disk
+        if is_main(): self.wait(); self.start(); self.wait()
+
+    def close(self): self.pool.shutdown() # waits; an error of the writer was raised, or another one is on its way
+
+# %% ../nbs/20_store.ipynb #bdcee0d1
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
@@ -353,30 +381,25 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
         load_state(twins, states)
     from_main(lambda: _prepare(runs, states, losses, first, twins.clock, record))
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        later = lambda: pool.submit(_store, runs, twins.clock, [_each(lambda x: x.detach().clone(), twin_state(twins, i)) for i in range(len(runs))], losses[:, : twins.t].clone())
-        write, saved = None if first or not is_main() else later(), start
-        settled = lambda: from_main(lambda: write and write.result()) # an error of the writer is everybody's
+    with contextlib.closing(_Writer(runs, twins, losses, seconds)) as writer:
+        if is_main() and not first: writer.start()
         try:
             for loss in train(twins):
                 losses[:, twins.t - 1] = loss
                 try: report(1, twins.t, {r.p.objective: losses[i, twins.t - 1] for i, r in enumerate(runs)})
-                except Paused:
-                    if write: write.result()
-                    if is_main(): later().result()
-                    raise
-                due, late = twins.t in twins.clock.snapshots, time.time() - saved > seconds
-                if due or late and world() == 1: settled()
-                if is_main() and (due or late and (not write or write.done() and not write.exception())): write, saved = later(), time.time()
-            settled()
+                except Paused: writer.pause(); raise
+                writer.step()
+            writer.settle()
         except Diverged as e:
-            concurrent.futures.wait([write] if write else [])
-            raise Diverged(f"{e}; last good checkpoint{'s' if len(runs) > 1 else ''}: {', '.join(str([*stored_files(r.path, 'checkpoint').values()][-1]) for r in runs)}") from None
+            writer.close()
+            raise Diverged(f"{e}; last good checkpoint{'s' if len(runs) > 1 else ''}: {', '.join(map(_last_checkpoint, runs))}") from None
     flat = [[t for t in twins.clock.snapshots if t and collapsed(twins, t - 1, losses[:, t - 1])[i]] for i in range(len(runs))]
     with arithmetic(twins.p, twins.device): end = dict(T=twins.clock.T, dropped=len(twins.ds.train) % twins.p.B, first_step=first, seconds=round(time.time() - start, 1), class_ids=list(twins.ds.class_ids), world=world(), **encoder_record(twins.models[0].encoder), **provenance())
     from_main(lambda: _finish(runs, end, twins.skipped, flat, twins.clock))
 
-# %% ../nbs/20_store.ipynb #6795462a
+def _last_checkpoint(run): return str(["none", *stored_files(run.path, "checkpoint").values()][-1])
+
+# %% ../nbs/20_store.ipynb #b0e1621e
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
     if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
@@ -404,7 +427,9 @@ def _finish(runs, end, skipped, flat, clock): # flat: the snapshots at which the
 
 def _each(fn, state): # every tensor of a state through `fn`
     if torch.is_tensor(state): return fn(state)
-    return type(state)((k, _each(fn, v)) for k, v in state.items()) if isinstance(state, dict) else [_each(fn, v) for v in state] if isinstance(state, list) else state
+    if isinstance(state, dict): return type(state)((k, _each(fn, v)) for k, v in state.items())
+    if isinstance(state, list): return [_each(fn, v) for v in state]
+    return state
 
 def _store(runs, clock, states, losses): # snapshot (if due), checkpoint, history: in this order, so that a checkpoint never lacks its snapshot
     for run, state, so_far in zip(runs, _each(torch.Tensor.cpu, states), losses.cpu()):

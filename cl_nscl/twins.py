@@ -202,13 +202,13 @@ def twin_outputs(
         out = getattr(net, "module", net).logits(z) if OBJECTIVES[p.objective].needs_head else z
     return (out if out.dtype == torch.float64 else out.float()).unflatten(0, v.shape[:2])
 
-# %% ../nbs/13_twins.ipynb #c6818122
+# %% ../nbs/13_twins.ipynb #7541f868
 class Diverged(RuntimeError):
     "Training produced NaN or infinite numbers; names the step and the objective."
 
 def check_finite(
     what: str, # What is looked at: "loss", "outputs"
-    values: torch.Tensor,
+    values: torch.Tensor, # Its numbers, of any shape
     p: Params, # The run it belongs to
     t: int, # The step at which it was computed
 ) -> None:

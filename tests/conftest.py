@@ -1,5 +1,5 @@
 """One thread per test process: the numbers then do not depend on the machine's number of cores."""
-import os, signal
+import os, signal, sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1" # of every process that a test starts, too
@@ -27,6 +27,11 @@ def pytest_collection_modifyitems(items):
         made = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs if d.scope == "module" and d.baseid.endswith(".py")]
         if made and not item.get_closest_marker("xdist_group"): item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     items.sort(key=lambda item: not item.get_closest_marker("xdist_group"))
+
+
+def pytest_runtest_logreport(report):
+    "Name a failure at once: a run that is cut off before its summary has named its failures."
+    if report.failed: print(f"\nFAILED {report.nodeid} ({report.when})", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture

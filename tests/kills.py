@@ -26,11 +26,12 @@ CELLS = [("kill: str = ''  # where\nout: str = 'out'  # folder", ["parameters"])
 
 
 def runs(**change): return [stored_run(dataclasses.replace(P, objective=o, **change), "runs") for o in OBJECTIVES]
+def with_notebook(change): return change in (dict(optimizer="sgd"), dict(optimizer="lars"))
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Killer:
-    "Kills this process at the n-th event: when a file is half written, before it is renamed, after it was; or some time after a step or a call."
+    "Kills this process at the n-th event: when a file is half written, before it is renamed, some time after it was, or some time after a step or a call."
     def __init__(self, mode: str, what: str, n: int, delay: float):
         self.mode, self.what, self.left, self.delay = mode, what, n, delay
         self.fsync, self.replace = os.fsync, os.replace
@@ -51,7 +52,7 @@ class Killer:
         name = Path(b).name
         if self._due("before", name): die()
         self.replace(a, b, **kw)
-        if self._due("after", name): die()
+        if self._due("after", name): threading.Timer(self.delay, die).start() if self.delay else die()
 
     def moment(self, name): # a step was made, a phase begins
         if self._due("moment", name): threading.Timer(self.delay, die).start()
@@ -73,7 +74,7 @@ def attempt(change, kill=None):
             train_runs(runs(**change), minutes=0, report=lambda *_: killer.moment("step"))
         killer.moment("measure")
         measured("alignment", runs(**change)[:3], 50)
-        if change == dict(optimizer="sgd"):
+        if with_notebook(change):
             killer.moment("notebook")
             inside = kill[1] if kill and kill[0] == "kernel" else ""
             if not Path("out/01_kills.ipynb").exists(): execute(Path("01_kills.ipynb"), dict(kill=inside), Path("out"))
@@ -102,11 +103,11 @@ def main(folder, optimizer, seed, *more):
     through, states = {p.as_posix(): p.read_bytes() for p in sorted(Path().rglob("*")) if p.is_file()}, [load_checkpoint(r) for r in runs(**change)]
     os.chdir(f"{folder}/killed")
     steps = [("moment", "step", rng.randint(1, 4), rng.uniform(0, 0.1)) for _ in range(4)]
-    writes = [(mode, what, rng.randint(1, 7), 0) for mode, what in (("half", "checkpoint"), ("before", "checkpoint"), ("after", "checkpoint"), ("half", "snapshot"), ("after", "snapshot"), ("half", "history"))]
+    writes = [(mode, what, rng.randint(1, 7), rng.uniform(0, 0.05) if mode == "after" else 0) for mode, what in (("half", "checkpoint"), ("before", "checkpoint"), ("after", "checkpoint"), ("half", "snapshot"), ("after", "snapshot"), ("half", "history"))]
     rng.shuffle(training := steps + writes)
-    late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, 0), ("moment", "measure", 1, rng.uniform(0, 0.1)), ("half", "", 1, 0)]
+    late = [("half", "done.json", rng.randint(1, 5), 0), ("after", "done.json", 1, rng.uniform(0, 0.01)), ("moment", "measure", 1, rng.uniform(0, 0.1)), ("half", "", 1, 0)]
     notebook = [("moment", "notebook", 1, rng.uniform(0.3, 1)), ("kernel", "01_kills.begun", 1, 0), ("kernel", "more.csv", 1, 0), ("kernel", "01_kills.json", 1, 0)]
-    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if change == dict(optimizer="sgd") else [])], collections.Counter()
+    kills, counts = [("half", "params.json", 2, 0), *training, *late, *(notebook if with_notebook(change) else [])], collections.Counter()
     for kill in kills:
         status = attempt(change, kill)
         ended = os.waitstatus_to_exitcode(status)

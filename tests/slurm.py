@@ -96,7 +96,7 @@ class Slurm:
     def _start(self, *argv):
         with open(self.folder/f"{argv[0]}.out", "w") as out: self.daemons.append(subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT))
 
-    def _until(self, ready, seconds=40):
+    def _until(self, ready, seconds=240):
         end = time.time() + seconds
         while not ready():
             dead = [p for p in self.daemons if p.poll() is not None]

@@ -2,6 +2,7 @@
 import argparse, dataclasses, json, math, os, pickle, struct, subprocess, sys, warnings, zipfile
 
 import numpy as np, pytest, torch
+from PIL import Image
 from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -287,6 +288,45 @@ def test_folders_that_are_no_runs(runs, tmp_path):
     refused(lambda: open_checkpoint(runs[0].path, "digit"), "did you mean 'digits'"); refused(lambda: open_checkpoint(runs[0].path, split="val"), "train, test")
     (tmp_path/"snapshot-00000004-0000000000000000.safetensors").write_bytes(b"no")
     with pytest.warns(UserWarning, match="set aside"): refused(lambda: open_checkpoint(tmp_path/"snapshot-00000004-0000000000000000.safetensors"), "no usable snapshot")
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    "A folder of images of one's own, another one, and two runs on the first."
+    top = tmp_path_factory.mktemp("birds")
+    for k, (name, split, c, i) in enumerate((n, s, c, i) for n in ("birds", "fish") for s in ("train", "test") for c in "ab" for i in range(8)):
+        (at := top/name/split/c).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.RandomState(k).randint(0, 255, (12, 12, 3), dtype=np.uint8)).save(at/f"{i}.png")
+    p = Params(dataset="folder", root=str(top/"birds"), data="birds", size=12, encoder="resnet8", width=0.25, proj_hidden=16, proj_dim=8, B=8, epochs=1, warmup=0, snapshots=1)
+    runs = [stored_run(dataclasses.replace(p, objective=o), top/"runs") for o in ("cl", "nscl")]
+    train_runs(runs)
+    return top, runs
+
+
+def test_runs_on_a_folder_of_ones_own_are_compared_where_root_says_that_it_lies(birds, tmp_path, monkeypatch, capsys):
+    top, runs = birds
+    monkeypatch.chdir(tmp_path)
+    ds = dataset_of(runs[0].p)
+    want = compare({r.id: torch.cat([*features(load_model(r, 2, ds), ds.test, view_spec(r.p, ds))]) for r in runs})
+    command(runs[0].path, runs[1].path, "--root", top/"birds", "--device", "cpu", "--json", "-")
+    assert np.allclose([r["value"] for r in json.loads(capsys.readouterr().out)], want.value, rtol=1e-4)
+    refused(lambda: command(runs[0].path, runs[1].path), runs[0].id, "found no train/ and test/", "--root FOLDER")
+    refused(lambda: command(runs[0].path, runs[1].path, "--root", top/"fish"), "trained on other data")             # whose folders have the same names
+    command(runs[0].path, runs[1].path, "--root", top/"fish", "--dataset", "folder", "--data", "fish", "--labels", "--json", "-")
+    assert "fish test, classes [0, 1]" in capsys.readouterr().err
+    refused(lambda: compare({"a": runs[0].path, "b": runs[1].path}, data="fish"), "name one of them as dataset"); refused(lambda: compare({"a": normal(50, 3), "b": normal(50, 3)}, root="x"), "root: only checkpoints")
+    refused(lambda: open_checkpoint(runs[0].path, root=str(top/"birds"), device="gpu"), "auto, cpu, cuda")
+
+
+def test_a_run_with_an_objective_of_ones_own_is_compared(tmp_path):
+    "In a process that has not seen the plugin yet."
+    (plugin := tmp_path/"mine.py").write_text("from cl_nscl.losses import Objective, cl_loss, register\nregister(Objective('mine46', lambda z, y, tau, pairs: cl_loss(z, y, tau, pairs=pairs), False, False, 'Mine'))\n")
+    settings = ["--preset", "smoke", "--objective", "mine46", "cl", "--set", "steps=1", "epochs=1", "snapshots=1", "width=0.25", f"plugins=[{plugin}]", f"runs={tmp_path/'runs'}"]
+    call = lambda *argv: subprocess.run([sys.executable, "-m", "cl_nscl.run", *map(str, argv)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    lines = call("train", "digits", *settings).stdout.splitlines()
+    done = call("compare", *(line.split()[2] for line in lines), "--json", "rows.json")
+    assert len(lines) == 2 and done.returncode == 0, done.stderr
+    assert {r["metric"] for r in json.loads((tmp_path/"rows.json").read_text())} == set(module.PAIR_METRICS)
 
 
 def test_the_command_writes_table_chart_and_rows(tmp_path, capsys):

@@ -1,5 +1,5 @@
 """Data: splits, subsets, sources, batches."""
-import gzip
+import gzip, math
 from pathlib import Path
 
 import pytest, torch
@@ -134,6 +134,10 @@ def test_fashion_mnist_is_found_in_root_cache_or_debian_folder_or_named_as_missi
         write_fashion(tmp_path/folder)
         ds = load_dataset("fashion_mnist", root=root)
         assert (len(ds.train), len(ds.test), ds.channels, ds.size) == (20, 10, 1, 28) and not set(ds.train.ids.tolist()) & set(ds.test.ids.tolist())
+        before = ds.fingerprint
+    other = gzip.decompress((f := tmp_path/"mine"/f"{data.IDX_FILES[0]}.gz").read_bytes())[:-1] + b"\xff"
+    f.write_bytes(gzip.compress(other))                                      # one pixel
+    assert load_dataset("fashion_mnist", root=str(tmp_path/"mine")).fingerprint != before
     write_fashion(tmp_path/"mine", cut=3)
     with pytest.raises(UserError, match="not a whole idx file"): load_dataset("fashion_mnist", root=str(tmp_path/"mine"))
 
@@ -142,8 +146,16 @@ def test_fashion_mnist_is_found_in_root_cache_or_debian_folder_or_named_as_missi
 def test_fashion_mnist_of_debian_is_the_published_one():
     ds = load_dataset("fashion_mnist", root=str(data.DEBIAN))
     assert (len(ds.train), len(ds.test)) == (60000, 10000) and ds.train.y.bincount().tolist() == [6000] * 10
+    assert ds.fingerprint == "4cc1512e408a123a"                              # that of runs whose record did not cover pixels yet
     x = ds.train.x.double() / 255
     assert abs(x.mean() - ds.mean[0]) < 1e-4 and abs(x.std() - ds.std[0]) < 1e-4
+
+
+def test_other_data_in_files_of_the_same_names_and_shapes_are_not_taken_for_fashion_mnist(tmp_path):
+    "MNIST itself, for example."
+    for n, shape in zip(data.IDX_FILES, [(60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,)]):
+        (tmp_path/n).write_bytes(bytes([0, 0, 8, len(shape)]) + b"".join(k.to_bytes(4, "big") for k in shape) + bytes(math.prod(shape)))
+    with pytest.raises(UserError, match="train-images-idx3-ubyte: is not the published file of Fashion-MNIST"): load_dataset("fashion_mnist", root=str(tmp_path))
 
 
 def test_R11_the_order_changes_with_the_epoch_and_with_the_seed():

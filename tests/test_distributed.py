@@ -1,5 +1,6 @@
 """One run on many processes is the run on one: real gloo processes, tiny models."""
 import contextlib, dataclasses, json, os, subprocess, sys, tempfile, time
+from datetime import timedelta
 from pathlib import Path
 
 import pandas as pd, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -17,12 +18,13 @@ from cl_nscl.twins import Diverged, Twins, all_features, dataset_of, twin_batch,
 ALL = ("cl", "ntxent", "nscl", "scl", "ce")
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.5, proj_hidden=16, proj_dim=8, B=24, epochs=5, warmup=1, lr=0.02, flip=0, snapshots=2)
 DS = dataset_of(P)
+TIMEOUT = timedelta(minutes=10) # that one process waits for the others
 run = lambda o, **kw: dataclasses.replace(P, objective=o, **kw)
 
 
 def _child(r, W, folder, fn, args):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=r, world_size=W)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=r, world_size=W, timeout=TIMEOUT)
     try: torch.save(fn(*args), f"{folder}/{r}.pt")
     finally: dist.destroy_process_group()
 
@@ -285,6 +287,24 @@ def test_P09_one_process_writes_and_a_run_moves_between_one_and_two_processes(tm
     for a, b in zip(runs("two"), runs("2to2")): assert [f.name for f in a.snapshots.values()] == [f.name for f in b.snapshots.values()]  # bit for bit
 
 
+def waits(folder):
+    said = []
+    train_runs([stored_run(run("cl"), folder)], say=said.append)
+    return said
+
+
+def test_a_run_that_somebody_else_trains_is_waited_for_by_all_processes(tmp_path, monkeypatch):
+    "For longer than a process waits for another one's word."
+    r = stored_run(run("cl"), tmp_path)
+    r.path.mkdir()
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT", timedelta(seconds=5))
+    code = f"import time\nfrom filelock import FileLock\nwith FileLock({str(r.path/'.lock')!r}): print('held', flush=True); time.sleep(14)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holds:
+        assert holds.stdout.readline() == "held\n"
+        main, other = together(2, waits, tmp_path)
+    assert r.done and len(main) == 1 and main[0].endswith("waiting for it") and other == []
+
+
 def test_P09_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3"); monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -316,6 +336,41 @@ def test_torchrun_trains_runs_that_reproduce_finds(tmp_path):
 def test_torchrun_says_a_mistake_once(tmp_path):
     done = torchrun(2, "digits", "--preset", "smoke", "--set", "B=25", cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.count("cl-nscl train: parameter B = 25: cannot be shared by 2 processes") == 1
+
+
+HUNGRY = """
+import os
+from dataclasses import replace
+import torch
+from cl_nscl.losses import OBJECTIVES
+def hungry(out, y, tau, pairs):
+    if os.environ["RANK"] == "1": torch.empty(2**45)
+    return OBJECTIVES["cl"].fn(out, y, tau, pairs)
+OBJECTIVES["hungry"] = replace(OBJECTIVES["cl"], fn=hungry)
+"""
+
+
+def test_torchrun_says_in_one_line_that_memory_ended(tmp_path):
+    "On the process that it happened to, which is not the one that speaks otherwise."
+    (tmp_path/"hungry.py").write_text(HUNGRY)
+    done = torchrun(2, "digits", "--preset", "smoke", "--objective", "hungry", "--set", "plugins=[hungry.py]", "steps=4", cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if line.startswith("cl-nscl train: ")]
+    assert done.returncode != 0 and any("out of memory; fewer jobs at a time need less" in line for line in said), done.stderr
+    assert "in hungry" not in done.stderr, done.stderr
+
+
+def test_the_number_of_threads_is_the_studys(tmp_path):
+    "Whatever torch would take: the run is the one that reproduce would have trained."
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    for threads in (1, 2):
+        settings = ["digits", "--preset", "smoke", "--objective", "cl", "--set", "steps=1", "snapshots=1", f"threads={threads}", f"runs=runs{threads}"]
+        done = subprocess.run([sys.executable, "-m", "cl_nscl.run", "train", *settings], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        assert json.loads((tmp_path/done.stdout.split()[2]/"done.json").read_text())["threads"] == threads, done.stderr
+
+
+def test_who_reads_only_the_first_lines_is_not_told_off(tmp_path):
+    done = subprocess.run(f"{sys.executable} -m cl_nscl.run params digits | head -1; echo ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[1] in ("0", "141") and done.stdout.startswith("dataset") and done.stderr == ""
 
 
 # --- twins in processes of their own: no communication at all

@@ -4,14 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat, numpy as np, pytest, torch
+from PIL import Image
 
-from cl_nscl.core import Params
-from cl_nscl.data import batches, loader
-from cl_nscl.plan import Failed, train_plan
-from cl_nscl.core import UserError
+from cl_nscl.core import Params, UserError
+from cl_nscl.plan import Failed, layered, study, train_plan
 from cl_nscl.run import NotebookFailed, execute
 from cl_nscl.store import CannotWrite, Run, content_hash, failure, history, load_checkpoint, load_snapshot, read_stored, save_checkpoint, stored_files, stored_run, train_runs, write_atomic, write_stored
-from cl_nscl.twins import dataset_of
+from cl_nscl.train import chosen, setting
+from cl_nscl.twins import Diverged
 
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.25, proj_hidden=16, proj_dim=8, B=25, epochs=4, warmup=1, lr=0.1, flip=0, snapshots=4)
 ROOT = Path(__file__).resolve().parent.parent
@@ -278,20 +278,42 @@ def test_a_training_process_that_is_killed_is_said_and_the_others_go_on(tmp_path
     assert good.done and not bad.done and failure(bad).startswith("killed by signal 9")
 
 
-def test_a_dead_loader_worker_is_an_error_and_not_a_hang():
-    ds = dataset_of(P)
-    class Deadly(type(ds.train)):
-        def __len__(self): return 100
-    rows = batches(0, 0, 100, 25)
-    split = dataclasses.replace(ds.train)
-    object.__setattr__(split, "x", _Kills())
-    start = time.time()
-    with pytest.raises(RuntimeError, match="DataLoader worker .* (killed by signal|exited unexpectedly)"): [*loader(split, rows, 1)]
-    assert time.time() - start < 60
+DEADLY = """
+import os
+from pathlib import Path
+from torch.utils.data import get_worker_info
+import cl_nscl.images as images
+real = images.decode
+def decode(*args):
+    if get_worker_info() and Path(__file__).with_name('deadly').exists(): os.kill(os.getpid(), 9)
+    return real(*args)
+images.decode = decode
+"""
 
 
-class _Kills:
-    def __getitem__(self, i): os.kill(os.getpid(), signal.SIGKILL)
+@pytest.fixture
+def streamed(tmp_path):
+    "A folder of pictures, a plugin under which the processes that decode them are killed, and the settings of a study of both."
+    for split, k in ((split, k) for split in ("train", "test") for k in range(8)):
+        (at := tmp_path/"photos"/split/"ab"[k % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((40, 40, 3), 20 * k, np.uint8)).save(at/f"{k}.png")
+    (tmp_path/"plugin.py").write_text(DEADLY)
+    (tmp_path/"deadly").touch()
+    return ["folder", "--preset", "smoke", "--objective", "cl", "--set", f"root={tmp_path/'photos'}", "stream=yes", "workers=1", "B=4", "B_ref=4", "batch_sizes=[4, 8]", "n_train=0", "classes=[]",
+            "epochs=1", "snapshots=1", "width=0.25", f"plugins=[{tmp_path/'plugin.py'}]", f"runs={tmp_path/'runs'}"]
+
+
+def test_a_dead_process_that_decodes_is_one_line_and_the_same_command_continues(tmp_path, streamed):
+    "In the command's own process, and in one of a plan."
+    train = lambda: subprocess.run([sys.executable, "-m", "cl_nscl.run", "train", *streamed], capture_output=True, text=True, timeout=120)
+    done = train()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("cl-nscl train: a process that decodes images was killed, out of memory? Fewer of them need less (parameter workers)")
+    [run] = chosen(study(layered("folder", "smoke", **dict(map(setting, streamed[6:])))), ["cl"])
+    with pytest.raises(Failed, match=r"cl \(seed 0\): a process that decodes images was killed.*\(log: "): train_plan([run], jobs=1)
+    assert not run.done
+    (tmp_path/"deadly").unlink()
+    assert train().returncode == 0 and run.done
 
 
 def test_a_learning_rate_that_diverges_takes_no_twin_with_it(tmp_path):
@@ -304,6 +326,42 @@ def test_a_learning_rate_that_diverges_takes_no_twin_with_it(tmp_path):
     for r, ok in zip(runs, states): assert (r.p.objective in said) == (not ok) and load_checkpoint(r) is not None
     for r in runs:
         for w in (w for t in r.snapshots for w in load_snapshot(r, t).values()): assert torch.isfinite(w.float()).all()
+
+
+def test_what_a_library_prints_while_it_is_imported_is_no_answer(tmp_path, monkeypatch):
+    "Whatever a training process says on its standard output before its first task."
+    (tmp_path/"sitecustomize.py").write_text("import os\nos.write(1, b'welcome\\nended badly\\nno end of line')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    assert train_plan(twins(tmp_path/"runs", "cl"), jobs=1) == 1
+
+
+def test_an_interrupt_leaves_no_process_behind_even_while_others_start(tmp_path, monkeypatch):
+    "Every second start of a process is slow; the interrupt comes in between."
+    import cl_nscl.plan as module
+    started, real = [], module._started
+    def slow(threads):
+        if started: time.sleep(0.5)
+        started.append(real(threads))
+        return started[-1]
+    monkeypatch.setattr(module, "_started", slow)
+    monkeypatch.setattr(module, "_ask", lambda process, *args: process.wait() and "")
+    threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt): module._run_tasks([[r] for r in twins(tmp_path, "cl", "nscl", "scl")], 3, "cpu", 1, module.Progress(1, "x"))
+    assert started and all(p.poll() is not None for p in started)
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_says_so(tmp_path, monkeypatch):
+    import cl_nscl.store as module
+    monkeypatch.setattr(module, "_store", lambda *_: None)                  # as on another machine, before its disk shows the file
+    with pytest.raises(Diverged, match="last good checkpoint: none"): train_runs(twins(tmp_path, "cl", lr=1e30, clip=0.))
+
+
+def test_a_strangers_repository_is_no_origin_of_a_result(tmp_path):
+    "The package, installed below another git repository: no commit rather than a wrong one."
+    for argv in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "theirs"]): subprocess.run(["git", *argv], cwd=tmp_path, check=True)
+    shutil.copytree(ROOT/"cl_nscl", tmp_path/"env/cl_nscl", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", "import cl_nscl.store as s; print(s.__file__); print(repr(s.provenance()['commit']))"], cwd=tmp_path/"env", capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path/"env")})
+    assert done.stdout.splitlines() == [str(tmp_path/"env/cl_nscl/store.py"), "''"], done.stderr
 
 
 # Two processes and one run

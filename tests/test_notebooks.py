@@ -119,6 +119,8 @@ def test_imports_only_point_downwards():
             if node.level or target[0] == "cl_nscl":
                 if target[-1] in ("", "cl_nscl"): continue # the package itself: its version
                 assert order[target[-1]] < number, f"{name} ({number}) imports {target[-1]} ({order[target[-1]]})"
+        upwards = {w for w in re.findall(r"[\"']cl_nscl\.(\w+)[\"']", (ROOT/"cl_nscl"/f"{name}.py").read_text()) if order.get(w, 0) >= number} # imported by a name in quotes
+        assert upwards <= ({"sources"} if name == "data" else {name}), f"{name} ({number}) reaches up to {upwards}"
 
 
 def test_layers_do_not_mix():

@@ -19,7 +19,9 @@ values = st.one_of(scalars, st.lists(scalars, max_size=4), st.dictionaries(st.te
 
 def valid(f, v): # an independent reading of what a field takes
     kind, m = f.type, f.metadata
-    if item := typing.get_args(kind): return isinstance(v, tuple) and all(type(i) is item[0] for i in v)
+    if item := typing.get_args(kind):
+        swept = {"taus": lambda i: 0 < i < math.inf, "batch_sizes": lambda i: i >= 2, "class_counts": lambda i: i >= 2}.get(f.name, lambda i: True)
+        return isinstance(v, tuple) and all(type(i) is item[0] and swept(i) for i in v) and (f.name == "classes" or len(set(v)) == len(v))
     if type(v) is not kind: return False
     if kind is str: return not m["choices"] or v in m["choices"]
     return math.isfinite(v) and (m["lo"] is None or v >= m["lo"]) and (m["hi"] is None or v <= m["hi"]) and (m["above"] is None or v > m["above"]) and abs(v) < 2**63 * (1 if kind is int else math.inf)
@@ -44,8 +46,48 @@ def test_a_file_is_refused_by_name_or_is_valid_in_every_field(tmp_path, found):
 def test_no_field_takes_what_makes_no_sense(bad):
     base = layered("digits")
     for name, f in FIELDS.items():
-        if bad == 2**70 and f.type is float or bad == "\x00?" and name in ("root", "out", "runs", "data", "labels"): continue   # a large number, a folder, words that only the data set can judge
+        if bad is True and name == "stream" or bad == 2**70 and f.type is float or bad == "\x00?" and name in ("root", "out", "runs", "data", "labels"): continue   # YAML's yes, a large number, a folder, words that only the data set can judge
         with pytest.raises(UserError, match=f"{name}|unknown data set"): study(base | {name: bad})
+
+
+@pytest.mark.parametrize("text, says", [("taus: [-1]", "parameter taus = [-1.0]: -1.0 must be a number > 0"), ("taus: [.nan, 1]", "nan must be"), ("taus: [0.5, 0.5]", "must be different values"),
+                                        ("batch_sizes: [50, 50]", "must be different values"), ("batch_sizes: [1, 50]", "1 must be a whole number >= 2"), ("class_counts: [2, 2]", "must be different values")])
+def test_a_value_of_a_sweep_is_refused_under_the_name_of_the_sweep(tmp_path, text, says):
+    (tmp_path/"my.yaml").write_text(text)
+    with pytest.raises(UserError) as e: study(layered("digits", str(tmp_path/"my.yaml")))
+    assert str(e.value).startswith(f"{tmp_path}/my.yaml: parameter {text.partition(':')[0]} = [") and says in str(e.value)
+
+
+@pytest.mark.parametrize("setting, experiment", [("taus=[0.5]", "03_temperature"), ("taus=[]", "03_temperature"), ("class_counts=[4]", "02_classes"), ("class_counts=[]", "08_loss_gap"), ("batch_sizes=[200]", "04_batch_size"), ("n_ref=10", "08_loss_gap")])
+def test_a_sweep_without_a_trend_is_refused_before_anything_trains_where_it_is_asked_for(setting, experiment, capsys):
+    assert main(["reproduce", "digits", "--dry-run", "--set", setting, "--experiment", experiment]) == 2
+    said = capsys.readouterr().err
+    assert f"parameter {setting.partition('=')[0]} = " in said and experiment in said and len(said.splitlines()) == 1
+    assert main(["reproduce", "digits", "--dry-run", "--set", setting, "--experiment", "01_alignment"]) == 0
+
+
+@pytest.mark.parametrize("data", ["..", ".", "owner/", "owner/.."])
+def test_no_name_of_data_leads_out_of_the_results(data, capsys):
+    assert main(["reproduce", "hub", "--dry-run", "--set", f"data={data}"]) == 2 and "must be a name" in capsys.readouterr().err
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s = study(layered("digits", root="~/birds", out="~/results", runs="~/runs"))
+    assert (s.root, s.out, s.runs) == tuple(f"{tmp_path}/{n}" for n in ("birds", "results", "runs"))
+
+
+def test_an_option_that_stands_twice_adds_up(capsys):
+    "Nothing is dropped in silence: both spellings plan the same runs."
+    def plan(*argv):
+        assert main(["reproduce", "digits", "--dry-run", *argv]) == 0
+        return capsys.readouterr().out.splitlines()[:-1]
+    once = plan("--preset", "smoke", "smoke", "--set", "tau=0.3", "lr=0.2", "--experiment", "01_alignment", "03_temperature")
+    assert plan("--preset", "smoke", "--preset", "smoke", "--set", "tau=0.3", "--set", "lr=0.2", "--experiment", "01_alignment", "--experiment", "03_temperature") == once
+    from cl_nscl.run import parser
+    args = parser().parse_args(["train", "digits", "--objective", "cl", "--objective", "ce", "--set", "seed=1"])
+    assert args.objective == ["cl", "ce"] and parser().parse_args(["train", "digits"]).set == []   # a default that is not added to
+    assert parser().parse_args(["reproduce", "digits", "--sbatch", "account=a", "--sbatch", "mem=1G"]).sbatch == ["account=a", "mem=1G"]
 
 
 TRAPS = ["seed: 010", "epochs: 1:30", "tau: 0:30.5", "n_train: 1_0:00", "tau: 2024-99-99", "tau: 2024-01-01", "tau:", "tau: ~", "B: yes", "flip: on", "K: !!bool x", "tau: !!timestamp x", "lr: .inf", "lr: .nan",
@@ -88,3 +130,4 @@ def test_what_is_stored_beside_a_run_names_the_same_run(p):
 def test_numbers_that_look_like_numbers_stay_what_they_look_like():
     for text, want in (("tau=3e-4", 3e-4), ("tau=.5", 0.5), ("epochs=1_000", 1000), ("epochs=0", 0), ("lr=1.0e-3", 1e-3), ("seed=-0", 0)): assert float(parsed(text)[1]) == want
     assert parse_yaml("0.10") == 0.1
+    assert study(layered("digits", **dict(map(parsed, ["stream=no"])))).stream == "no" and study(layered("digits", stream=True)).stream == "yes"   # YAML's words for True and False

@@ -282,6 +282,24 @@ def test_grey_folders_have_one_channel_and_refuse_a_colour_image(tmp_path):
     with pytest.raises(UserError, match="colour.png .*is a colour image among grey ones"): load_dataset("folder", root=str(tmp_path), size=8)
 
 
+def test_links_in_a_folder_are_followed_once_and_not_in_circles(tmp_path):
+    for s in ("train", "test"):
+        for c in "ab": picture(tmp_path/f"mine/{s}/{c}/1.png")
+    picture(tmp_path/"elsewhere/2.png", 7); picture(tmp_path/"elsewhere/deep/3.png", 8)
+    (tmp_path/"mine/train/a/more").symlink_to(tmp_path/"elsewhere")
+    (tmp_path/"elsewhere/deep/round").symlink_to(tmp_path/"elsewhere")                   # a circle beside the class
+    assert sources.folder(str(tmp_path/"mine")).opened.paths == ("train/a/1.png", "train/a/more/2.png", "train/a/more/deep/3.png", "train/b/1.png", "test/a/1.png", "test/b/1.png")
+    (tmp_path/"mine/train/b/all").symlink_to(tmp_path/"mine/train")                      # whose images would be of class b
+    with pytest.raises(UserError, match="train/b/all: is a link to a folder above it"): sources.folder(str(tmp_path/"mine"))
+
+
+def test_a_folder_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for s in ("train", "test"):
+        for c in "ab": picture(tmp_path/f"birds/{s}/{c}/1.png")
+    assert len(load_dataset("folder", root="~/birds", size=8).train) == 2
+
+
 def test_unequal_sizes_and_class_names_with_spaces(tmp_path):
     for i, c in enumerate(["big dog", "Ünïcode 猫", "cat"]):
         for j in range(2): picture(tmp_path/f"train/{c}/{j}.png", 10 * i + j, (7 + 3 * i, 20 - 2 * j)); picture(tmp_path/f"val/{c}/{j}.png", 50 + 10 * i + j, (9, 9 + i))
@@ -487,6 +505,16 @@ def test_unlabelled_test_splits_are_passed_over_and_a_lone_training_split_is_div
     assert sources.hub_source("mine", dict(train=words, test=words)).class_names == ("cat", "dog")
 
 
+@pytest.mark.parametrize("column, says", [([0, None, 1, None, 0, 1], "2 of 6 rows"), (["a", "b", None, "a", "b", "a"], "1 of 6 rows"), ([0, 1, -1, 0, 1, 0], "1 of 6 rows"), ([0.0, 1.0, float("nan"), 0.0, 1.0, 1.0], "1 of 6 rows"),
+                                          ([[0, 1]] * 6, "not one label for a row")], ids=["numbers", "words", "negative", "nan", "lists"])
+def test_training_rows_without_a_label_are_no_class(column, says):
+    some = table(6).remove_columns("label").add_column("label", column)
+    with pytest.raises(UserError) as e: sources.hub_source("mine", dict(train=some, test=table(2, 50)))
+    assert str(e.value).startswith("mine: ") and says in str(e.value) and "'label'" in str(e.value) and "\n" not in str(e.value)
+    unlabelled = table(6).remove_columns("label").add_column("label", [0, 1, -1, 0, 1, 0]).cast_column("label", table(2).features["label"])
+    with pytest.raises(UserError, match="1 of 6 rows of the training split have no label in column 'label'"): sources.hub_source("mine", dict(train=unlabelled, test=table(2, 50)))
+
+
 def test_two_sets_with_the_same_labels_are_told_apart_by_their_bytes():
     a, b, c = (fingerprint(sources.hub_source("mine", dict(train=table(6, k), test=table(2, 9)))) for k in (0, 0, 100))
     assert a == b != c
@@ -502,7 +530,7 @@ def test_a_hub_set_is_named_with_its_configuration_and_revision(monkeypatch, dat
 
 def test_a_missing_library_is_one_clear_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"^the Hugging Face library is missing: pip install 'cl_nscl\[hub\]' \(or datasets\)$"): load_dataset("hub", data="me/mine", size=8)
+    with pytest.raises(UserError, match=r"^the Hugging Face library is missing: pip install datasets, or in a clone of the project pip install -e '\.\[hub\]'$"): load_dataset("hub", data="me/mine", size=8)
 
 
 @pytest.mark.parametrize("name, words", [("cifar10", ["cifar-10-batches-py", "cifar-10-python.tar.gz"]), ("cifar100", ["cifar-100-python"]), ("tiny_imagenet", ["val/val_annotations.txt", "zh-plus/tiny-imagenet"]),

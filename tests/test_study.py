@@ -85,7 +85,7 @@ def test_second_call_executes_nothing(whole):
     folder = whole[0]
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (folder/"results/digits").glob("*.ipynb")}
     done = call(cwd=folder)
-    assert done.returncode == 0 and " of " in done.stdout and "0 of " in done.stdout
+    assert done.returncode == 0 and " of " in done.stdout and "\n0 of " in done.stdout
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (folder/"results/digits").glob("*.ipynb")}
 
 

@@ -13,7 +13,7 @@ from fastcore.docments import docments
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY = inspect.Parameter.empty
 SAME = { # what a word means wherever the code leaves it without a comment
-    "device": "Where models and data live: `cpu`, `cuda`, `cuda:1`", "folder": "A folder of results", "path": "The run's folder", "model": "A module, on its device",
+    "device": "Where models and data live: `cpu`, `cuda`, `cuda:1`", "folder": "A folder of results", "model": "A module, on its device",
     "values": "Parameters by name, which win over the files", "tables": "Name -> table, as it is shown", "charts": "Name -> chart", "claims": "Rows as `claim` makes them"}
 
 
