@@ -7,7 +7,7 @@ __all__ = ['START', 'GPU_RATE', 'NotebookFailed', 'check_notebook', 'withdraw', 
            'made_for', 'collect', 'train_here', 'Incomplete', 'reproduce', 'forecast', 'Notebooks', 'detach', 'parser',
            'main']
 
-# %% ../nbs/50_run.ipynb #6f9078b2
+# %% ../nbs/50_run.ipynb #6c148776
 import argparse, ast, concurrent.futures, contextlib, dataclasses, hashlib, json, math, os, sys, tempfile, time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from traitlets.config import Config
 from . import __version__, calculator, cluster, compare, train
 from .core import UserError, twin_key
 from .plan import POINTS, READERS, STUDY_FIELDS, Failed, Study, device_of, duration, estimate, experiments_of, jobs_of, layered, measuring, operations, plan, provide, shipped, source_of, study, study_files, study_values, tasks, train_plan, train_size
-from .report import claims_table, load_results, markdown, summary_html
+from .report import KINDS, claims_markdown, claims_table, load_results, summary_html
 from .store import Run, sweep, write_atomic
 from .train import guarded, setting, study_arguments
 
@@ -126,7 +126,7 @@ def _marked(path, e): # the notebook says itself that it failed
 
 def _write(nb, path): write_atomic(path, (nbformat.writes(nb).rstrip("\n") + "\n").encode())
 
-# %% ../nbs/50_run.ipynb #e2bfc95f
+# %% ../nbs/50_run.ipynb #e1905e5f
 def made_from(
     s: Study,
     name: str, # An experiment
@@ -136,7 +136,7 @@ def made_from(
     files = [shipped("experiments")/f"{name}.ipynb", *package]
     if name in READERS: files += [p for d in (s.title, *s.compare) for p in sorted((Path(s.out)/d).glob("0*_*.json"))]
     asked = {k: v for k, v in study_values(s).items() if k not in ("jobs", "cell_minutes")}
-    return hashlib.sha256(b"\0".join([json.dumps([asked, [r.id for r in plan(s, [name])]]).encode(), *(p.read_bytes() for p in files)])).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join([json.dumps([asked, [[r.id, *(f.name for f in r.snapshots.values())] for r in plan(s, [name])]]).encode(), *(p.read_bytes() for p in files)])).hexdigest()[:16]
 
 def _current(name, folder, key): # was the notebook made from the same things, and are its results whole?
     try: made = nbformat.read(folder/f"{name}.ipynb", 4).metadata.get("cl_nscl", {}).get("made_from")
@@ -192,27 +192,26 @@ def made_for(
     recipe = lambda params: {k: v for k, v in params.items() if k not in own}
     return [m for m in load_results(folder) if recipe(m["params"]) == recipe(study_values(s))]
 
-# %% ../nbs/50_run.ipynb #f8abf984
+# %% ../nbs/50_run.ipynb #24ddafea
 def collect(
     s: Study,
     folder: Path, # Of the results
     wrong: list[str], # What went wrong
-) -> pd.DataFrame: # The claims, for people
+) -> pd.DataFrame: # The claims, for people, with their kind
     "Write runs.csv, claims.csv, claims.md and summary.html."
     found, mine = load_results(folder), made_for(s, folder)
     other = [f"{m['name']} was made with other parameters and is left out" for m in found if m not in mine]
     claims = [dict(experiment=m["name"]) | c for m in mine for c in m["claims"]]
     write_atomic(folder/"runs.csv", _runs_table([Path(s.runs)/i for i in dict.fromkeys(i for m in mine for i in m["runs"])]).to_csv(index=False).encode())
     write_atomic(folder/"claims.csv", pd.DataFrame(claims).to_csv(index=False).encode())
-    table = claims_table(claims)
-    write_atomic(folder/"claims.md", markdown(table).encode())
+    write_atomic(folder/"claims.md", claims_markdown(claims).encode())
     write_atomic(folder/"summary.html", summary_html(s.title, mine, folder, wrong + other).encode())
-    return table
+    return claims_table(claims)
 
 def _runs_table(paths): # id, parameters and provenance of each run
     return pd.DataFrame([dict(run=p.name) | json.loads((p/"params.json").read_text()) | json.loads((p/"done.json").read_text()) for p in paths if (p/"done.json").exists()])
 
-# %% ../nbs/50_run.ipynb #c88a9f93
+# %% ../nbs/50_run.ipynb #902eb3bc
 def train_here(
     runs: list[Run], # The plan
     s: Study,
@@ -238,6 +237,11 @@ def _alone_in(folder): # two studies that write to one folder take turns
         yield
     finally: lock.release()
 
+def _spoken(table): # findings one by one; checks only where they fail
+    found, checks = (table[table.kind == k].drop(columns=["unit", "kind"]) for k in KINDS)
+    failing = checks[checks.verdict == "fails"]
+    return "\n".join([*([found.to_string(index=False)] if len(found) else []), f"{len(checks)} checks of theory and code, {len(failing)} fail{'s' if len(failing) == 1 else ''}", *([failing.to_string(index=False)] if len(failing) else [])])
+
 def reproduce(
     values: dict, # Flat names and values of a study, as `layered` gives them
     experiments: list[str] | None = None, # `None`: the study's
@@ -257,7 +261,7 @@ def reproduce(
         with contextlib.suppress(OSError): (folder/"failed").rmdir() # if there is nothing in it
         table = collect(s, folder, wrong)
     if "01_alignment" in names and (end := folder/"alignment_end.csv").exists(): print(f"\nat the end of training\n{pd.read_csv(end).to_string(index=False)}")
-    if len(table): print(f"\n{table.drop(columns='unit').to_string(index=False)}")
+    if len(table): print(f"\n{_spoken(table)}")
     print(f"\n{sum(r.done for r in todo)} of {len(runs)} runs trained, {duration(time.time() - start)}")
     if made_for(s, folder): print(f"results: {folder}\nsummary: {folder/'summary.html'}")
     if wrong: raise Incomplete("\n".join(wrong))
