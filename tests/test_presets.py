@@ -65,9 +65,9 @@ def test_dry_run_of_the_paper_says_runs_hours_and_that_the_data_are_missing(nowh
     monkeypatch.chdir(tmp_path)
     code = main(["reproduce", "cifar100", "--preset", "paper", "--dry-run", "--jobs", "1", "--set", "width=0.1", "proj_hidden=16", "class_counts=[4, 50]"])
     lines = capsys.readouterr().out.splitlines()
-    assert code == 0 and sum("to do" in l for l in lines) == len(lines) - 3 and any("50 classes  objective cl" in l for l in lines)
+    assert code == 0 and sum("to do" in l for l in lines) == len(lines) - 4 and any("50 classes  objective cl" in l for l in lines)
     assert "cifar100 is not on this machine: planned with its published N = 50,000, timed on noise of its shape" in lines
-    assert "GPU-hours" in lines[-2] and "to train: about" in lines[-1] and not [*tmp_path.iterdir()]
+    assert "GPU-hours" in lines[-3] and "each epoch leaves out 848 of the 50,000" in lines[-2] and "to train: about" in lines[-1] and not [*tmp_path.iterdir()]
     assert max(map(len, lines)) < 220
 
 
