@@ -27,7 +27,7 @@ else
 endif
 
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
-	@$(PY) -m pytest --numprocesses auto --dist loadgroup
+	@$(PY) -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 notebooks: $(STAMP)  ## export, re-execute the notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py

@@ -20,13 +20,11 @@ def need(what: str, lacking: str) -> None:
     pytest.skip(lacking, allow_module_level=True)
 
 
-@pytest.hookimpl(tryfirst=True) # before xdist reads the marks
 def pytest_collection_modifyitems(items):
-    "Tests that share what a module made run in one process, or each process would make it; such groups come first, since they are long."
-    for item in items:
-        made = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs if d.scope == "module" and d.baseid.endswith(".py")]
-        if made and not item.get_closest_marker("xdist_group"): item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-    items.sort(key=lambda item: not item.get_closest_marker("xdist_group"))
+    "Each file runs in one process (--dist loadfile); files that make something for all their tests come first, since they are long."
+    shared = lambda item: [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs if d.scope in ("module", "session") and d.baseid.endswith(".py")]
+    long = {item.path for item in items if item.get_closest_marker("slow") or shared(item)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_runtest_logreport(report):

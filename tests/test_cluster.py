@@ -12,7 +12,6 @@ from cl_nscl.run import main
 from cl_nscl.store import failure, locked, stored_files, stored_run, train_runs
 from conftest import need
 
-pytestmark = pytest.mark.xdist_group("slurm")
 P = Params(dataset="digits", n_train=100, size=8, encoder="resnet8", width=0.25, proj_hidden=16, proj_dim=8, B=25, epochs=12, warmup=1, lr=0.1, flip=0, snapshots=12)
 SLOW = """
 import time

@@ -71,7 +71,7 @@ def texts(nb): # what each code cell says in words: what it printed, and results
 VARIES = [ # from machine to machine and from run to run: what it becomes
     (r"\x1b\[[\d;]*[A-Za-z]|\r", ""), (r"(?m)^(?:training: |\[IPKernelApp\]).*$", ""), # progress; what a kernel says as it is shut down
     (r"about [^\n;]*? in \d+ process(es)?[^;\n]*|in \d+ process(es)?", "in some time"), # the forecast, the number of cores
-    (r"\b[0-9a-f]{12,64}\b", "ID"), (r"(?:/[\w.~-]+){2,}", "PATH"), (r"process \d+ on \S+", "process N"),
+    (r"\b[0-9a-f]{12,64}\b", "ID"), (r" at 0x[0-9a-f]+", ""), (r"(?:/[\w.~-]+){2,}", "PATH"), (r"process \d+ on \S+", "process N"),
     (r"\b\d[\d.,]* ?(?:ms|s|min|minutes?|h|hours?|days?)\b", "TIME"), (r"\d+ ?%", "N %"), (r"\bstep \d+", "step N")]
 
 

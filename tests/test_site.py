@@ -16,7 +16,6 @@ import docs
 from browser import DESKTOP, PHONE, Browser, chromium
 from conftest import need
 
-pytestmark = pytest.mark.xdist_group("site")
 MAIN = ["nbs/index.html", "nbs/learn/idea.html", "nbs/11_losses.html", "nbs/howto/objective.html", "results/index.html", "results/digits/01_alignment.html",
         "reference/losses.html", "nbs/architecture.html"]
 
