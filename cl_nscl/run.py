@@ -74,33 +74,13 @@ def withdraw(
     else:
         for f in _files(name, folder): f.replace(folder/"failed"/f.name.lstrip("."))
 
-# %% ../nbs/50_run.ipynb #211124d9
+# %% ../nbs/50_run.ipynb #3ce37d03
 @contextlib.contextmanager
 def _sockets(): # N08: files of its own for each kernel, no ports, so no race for them when kernels start together
     if os.name != "posix": yield Config()
     else:
         short = None if len(tempfile.gettempdir()) < 60 else "/tmp" # the name of a socket has at most 107 characters
         with tempfile.TemporaryDirectory(prefix="nscl", dir=short) as d: yield Config({"KernelManager": {"transport": "ipc", "ip": f"{d}/k"}})
-
-def execute(
-    path: Path, # An experiment
-    values: dict, # Parameters to inject
-    folder: Path, # Where the executed notebook goes
-    key: str = "", # Stored in the notebook: what it was made from
-    minutes: float = 0, # Longest time of a cell; 0: no limit
-) -> Path: # folder/<name>.ipynb
-    "Execute a notebook with papermill; on failure keep what it left in `folder/failed` and raise `NotebookFailed`."
-    check_notebook(path, values)
-    (at := folder/"failed"/path.name).parent.mkdir(parents=True, exist_ok=True)
-    withdraw(path.stem, folder)
-    try:
-        with _sockets() as config: papermill.execute_notebook(str(path), str(at), values, kernel_name="python3", progress_bar=False, log_output=False, config=config,
-                                                              start_timeout=300, execution_timeout=math.ceil(60 * minutes) or None)
-        _write(_normalised(nbformat.read(at, 4), key), at)
-    except Exception as e:
-        withdraw(path.stem, folder, failed=True)
-        raise NotebookFailed(f"{path.name} failed{_because(e, minutes)} (see {_marked(at, e)})") from None
-    return at.replace(folder/path.name)
 
 def _normalised(nb, key): # no path, no time: the same study gives the same file
     nb.metadata["papermill"] = {"parameters": nb.metadata["papermill"]["parameters"]}
@@ -125,6 +105,27 @@ def _marked(path, e): # the notebook says itself that it failed
     return path
 
 def _write(nb, path): write_atomic(path, (nbformat.writes(nb).rstrip("\n") + "\n").encode())
+
+# %% ../nbs/50_run.ipynb #1a926a0e
+def execute(
+    path: Path, # An experiment
+    values: dict, # Parameters to inject
+    folder: Path, # Where the executed notebook goes
+    key: str = "", # Stored in the notebook: what it was made from
+    minutes: float = 0, # Longest time of a cell; 0: no limit
+) -> Path: # folder/<name>.ipynb
+    "Execute a notebook with papermill; on failure keep what it left in `folder/failed` and raise `NotebookFailed`."
+    check_notebook(path, values)
+    (at := folder/"failed"/path.name).parent.mkdir(parents=True, exist_ok=True)
+    withdraw(path.stem, folder)
+    try:
+        with _sockets() as config: papermill.execute_notebook(str(path), str(at), values, kernel_name="python3", progress_bar=False, log_output=False, config=config,
+                                                              start_timeout=300, execution_timeout=math.ceil(60 * minutes) or None)
+        _write(_normalised(nbformat.read(at, 4), key), at)
+    except Exception as e:
+        withdraw(path.stem, folder, failed=True)
+        raise NotebookFailed(f"{path.name} failed{_because(e, minutes)} (see {_marked(at, e)})") from None
+    return at.replace(folder/path.name)
 
 # %% ../nbs/50_run.ipynb #e1905e5f
 def made_from(
@@ -211,7 +212,7 @@ def collect(
 def _runs_table(paths): # id, parameters and provenance of each run
     return pd.DataFrame([dict(run=p.name) | json.loads((p/"params.json").read_text()) | json.loads((p/"done.json").read_text()) for p in paths if (p/"done.json").exists()])
 
-# %% ../nbs/50_run.ipynb #902eb3bc
+# %% ../nbs/50_run.ipynb #edb532bb
 def train_here(
     runs: list[Run], # The plan
     s: Study,
@@ -224,6 +225,7 @@ def train_here(
 class Incomplete(RuntimeError):
     "Some runs or notebooks of a study failed; the rest is there."
 
+# %% ../nbs/50_run.ipynb #58875010
 @contextlib.contextmanager
 def _alone_in(folder): # two studies that write to one folder take turns
     folder.mkdir(parents=True, exist_ok=True)
@@ -242,6 +244,7 @@ def _spoken(table): # findings one by one; checks only where they fail
     failing = checks[checks.verdict == "fails"]
     return "\n".join([*([found.to_string(index=False)] if len(found) else []), f"{len(checks)} checks of theory and code, {len(failing)} fail{'s' if len(failing) == 1 else ''}", *([failing.to_string(index=False)] if len(failing) else [])])
 
+# %% ../nbs/50_run.ipynb #7c7b9e16
 def reproduce(
     values: dict, # Flat names and values of a study, as `layered` gives them
     experiments: list[str] | None = None, # `None`: the study's

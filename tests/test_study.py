@@ -78,7 +78,7 @@ def test_loss_gap_stays_between_zero_and_its_bound(whole):
 
 
 def test_results_are_small(whole):
-    assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 6e6
+    assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 3.5e6
 
 
 def test_second_call_executes_nothing(whole):
