@@ -133,7 +133,7 @@ def check_shares(
     if p.chunk == 1: raise UserError("parameter chunk = 1: a forward pass needs at least two images; 0: the whole batch at once")
     for q in runs: check_batches(q, ds.train.y, ds.class_ids)
 
-# %% ../nbs/13_twins.ipynb #ad98eeb9
+# %% ../nbs/13_twins.ipynb #2683c05a
 def check_batches(
     p: Params, # A run
     y: torch.Tensor, # Labels of its training split [N]
@@ -143,9 +143,9 @@ def check_batches(
     N, c = len(y), clock(p, len(y))
     if p.objective != "nscl" or c.T * (y.bincount().double() / N).pow(p.B).sum() < 1e-12: return
     for epoch in range(-(-c.T // c.per_epoch)):
-        b = y[batches(p.seed, epoch, N, p.B)][:c.T - epoch * c.per_epoch]
+        b = y[batches(p.drawn, epoch, N, p.B)][:c.T - epoch * c.per_epoch]
         for k in (b == b[:, :1]).all(1).nonzero()[:1, 0].tolist():
-            raise UserError(f"parameter B = {p.B}: batch {k} of epoch {epoch} (seed {p.seed}) would hold images of class {class_ids[b[k, 0]]} alone, and nscl needs those of another one; choose a larger B")
+            raise UserError(f"parameter B = {p.B}: batch {k} of epoch {epoch} (seed {p.drawn}) would hold images of class {class_ids[b[k, 0]]} alone, and nscl needs those of another one; choose a larger B")
 
 # %% ../nbs/13_twins.ipynb #161e9722
 def dataset_of(
@@ -318,7 +318,7 @@ def load_state(
             twins.skipped[i] = s["skipped"]
     twins.t = steps.pop()
 
-# %% ../nbs/13_twins.ipynb #03a9bffb
+# %% ../nbs/13_twins.ipynb #fe87d3ca
 def collapsed(
     twins: Twins,
     t: int, # A step
@@ -326,7 +326,7 @@ def collapsed(
 ) -> list[bool]: # For each twin; an objective of one's own is not judged
     "Whose loss is that of identical projections?"
     p, (epoch, k) = twins.p, divmod(t, twins.clock.per_epoch)
-    y = twins.ds.train.y[batches(p.seed, epoch, len(twins.ds.train), p.B)[k]]
+    y = twins.ds.train.y[batches(p.drawn, epoch, len(twins.ds.train), p.B)[k]]
     value = lambda q: collapse_value(q.objective, y, q.K) if q.objective in SHIPPED else math.nan
     return [abs(loss - value(q)) < 1e-4 for q, loss in zip(twins.runs, losses.tolist())]
 

@@ -187,11 +187,12 @@ def test_D13_a_batch_of_one_class_is_refused_before_training():
     for _ in train(Twins([q], ds)): pass
 
 
-def test_D13_every_batch_of_every_epoch_is_looked_at():
-    "What is let through never meets such a batch, what is refused would have."
+@pytest.mark.parametrize("drawn", ["seed", "stream_seed"])
+def test_D13_every_batch_of_every_epoch_is_looked_at(drawn):
+    "What is let through never meets such a batch, what is refused would have; also where a run draws other batches than its seed's."
     y, said = torch.arange(12) % 2, []
     for seed in range(30):
-        q = run("nscl", B=4, seed=seed, epochs=2)
+        q = run("nscl", B=4, epochs=2, **{drawn: seed})
         alone = any(len(y[b].unique()) == 1 for e in range(2) for b in batches(seed, e, 12, 4))
         try: check_batches(q, y, (7, 2))
         except UserError: said.append(True)
