@@ -139,7 +139,7 @@ def _encodings(st, series, marked):
     return (alt.Color("label:N", scale=scale(colours), legend=legend), alt.StrokeDash("label:N", scale=scale(dashes), legend=legend),
         alt.Shape("label:N", scale=scale([_KEYS[s] for s in shapes]), legend=legend))
 
-# %% ../nbs/40_plots.ipynb #1d56a186
+# %% ../nbs/40_plots.ipynb #a14ee98e
 def _bad_layers(df, x, st, series, height):
     "The name of each value that cannot be drawn, at the edge where it left the panel."
     bad, layers = df[df.bad != ""], []
@@ -147,11 +147,11 @@ def _bad_layers(df, x, st, series, height):
     for (name, what), d in bad.groupby([series, "bad"], sort=False):
         i = lanes.index(name)
         y = 8 + 11 * i if what == "+inf" else height - 8 - 11 * i
-        layers.append(alt.Chart(d[[x, "label", "bad"]]).mark_text(aria=False, fontSize=10, fontWeight="bold", color=st[name][0])
+        layers.append(alt.Chart(d[[x, "label", "bad"]]).mark_text(fontSize=10, fontWeight="bold", color=st[name][0])
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #6e676773
+# %% ../nbs/40_plots.ipynb #ba47e30d
 def _beside(d, x, series, names, log_x): # a column `at`: `x`, moved by some pixels according to the line
     v = np.log(d[x].astype(float)) if log_x else d[x].astype(float)
     at = v + 0.03 * ((np.ptp(v) or 1) * (d[series].map(names.index) - (len(names) - 1) / 2))
@@ -191,12 +191,12 @@ def panel(
     df = placed(df)
     base = alt.Chart(df).encode(x=X, color=colour)
     ends = base.transform_filter("isValid(datum.low)")
-    ends = (ends.mark_area(aria=False, opacity=0.15) if band else ends.mark_rule(aria=False, strokeWidth=1.5)).encode(y=Y("low"), y2="high:Q")
+    ends = (ends.mark_area(opacity=0.15) if band else ends.mark_rule(strokeWidth=1.5)).encode(y=Y("low"), y2="high:Q")
     layers = [ends] if df.low.notna().any() else []
-    if dots is not None: layers.append(alt.Chart(placed(dots)).mark_point(aria=False, size=14, strokeWidth=1, opacity=0.7, xOffset=6).encode(x=X, y=Y("value"), color=colour))
+    if dots is not None: layers.append(alt.Chart(placed(dots)).mark_point(size=14, strokeWidth=1, opacity=0.7, xOffset=6).encode(x=X, y=Y("value"), color=colour))
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
-    layers.append(base.mark_line(aria=False, strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
-    if marked: layers.append(base.mark_point(aria=False, filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
+    layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
+    if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
     layers += _bad_layers(df, x, st, series, height)
     return alt.layer(*layers).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
 
@@ -284,7 +284,7 @@ def weights_chart(
     both = pd.concat([gap, near[near["metric"] == "cka"] if "cka" in set(near["metric"]) else near])
     return trend_chart(both.assign(split=""), "epoch", f"{text}: {split} set", band=True)
 
-# %% ../nbs/40_plots.ipynb #53e9f99d
+# %% ../nbs/40_plots.ipynb #47b9204c
 def bar_chart(
     df: pd.DataFrame, # Tidy; `paper`, if present, holds the printed value of each row
     text: str, # The chart's title
@@ -306,14 +306,14 @@ def bar_chart(
         base = alt.Chart(part).encode(x=alt.X("label:N", sort=labels, title=title(series), axis=alt.Axis(labelAngle=0)))
         colour = alt.Color("label:N", scale=alt.Scale(domain=labels, range=[st[n][0] for n in names]), legend=None)
         tips = ["label:N", "value:Q", "low:Q", "high:Q", "n:Q", *(["paper:Q"] if paper is not None else [])]
-        layers = [base.mark_bar(aria=False, opacity=0.45).encode(y=alt.Y("value:Q", title=f"{title(m)}, {unit}" if unit else title(m), scale=scale), color=colour, tooltip=tips)]
-        layers.append(base.transform_filter("isValid(datum.low)").mark_rule(aria=False, strokeWidth=1.5).encode(y="low:Q", y2="high:Q"))
+        layers = [base.mark_bar(opacity=0.45).encode(y=alt.Y("value:Q", title=f"{title(m)}, {unit}" if unit else title(m), scale=scale), color=colour, tooltip=tips)]
+        layers.append(base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5).encode(y="low:Q", y2="high:Q"))
         if single is not None:
             seeds = single[single.metric == m].assign(label=lambda d: [title(str(n)) for n in d[series]])
-            layers.append(alt.Chart(seeds).mark_point(aria=False, size=14, strokeWidth=1, color="#333", xOffset=6).encode(x=alt.X("label:N", sort=labels), y="value:Q"))
-        if level: layers.append(alt.Chart(pd.DataFrame(dict(value=[level[0]]))).mark_rule(aria=False, strokeDash=[4, 3]).encode(y="value:Q"))
-        if paper is not None: layers.append(base.mark_tick(aria=False, color="black", thickness=2, size=34).encode(y="paper:Q"))
-        layers.append(base.transform_filter("datum.bad != ''").mark_text(aria=False, dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
+            layers.append(alt.Chart(seeds).mark_point(size=14, strokeWidth=1, color="#333", xOffset=6).encode(x=alt.X("label:N", sort=labels), y="value:Q"))
+        if level: layers.append(alt.Chart(pd.DataFrame(dict(value=[level[0]]))).mark_rule(strokeDash=[4, 3]).encode(y="value:Q"))
+        if paper is not None: layers.append(base.mark_tick(color="black", thickness=2, size=34).encode(y="paper:Q"))
+        layers.append(base.transform_filter("datum.bad != ''").mark_text(dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
         panels.append(alt.layer(*layers).properties(width=46 * len(names), height=150))
     words = "; ".join(f"{r.label} {title(r.metric)} {r.value:.3g}" for _, r in df.head(12).iterrows())
     notes = [*(["circles: single seeds"] if single is not None else []), *(["black line: the paper's value"] if paper is not None else []), *([f"dashed: {level[1]}"] if level else [])]
@@ -324,7 +324,7 @@ def _common(df): # a range for all panels: from 0, and not beyond what the metri
     top = min(max(v.max(), 1e-12) * 1.05, max(RANGES.get(m, (0, math.inf))[1] for m in df.metric)) if len(v) else 1
     return [min(0, v.min() if len(v) else 0), max(top, v.max() if len(v) else 0)]
 
-# %% ../nbs/40_plots.ipynb #2dbf38f0
+# %% ../nbs/40_plots.ipynb #963a2a4a
 def _blocks(v, most):
     "Each value's block, named by its first and last value; single values keep their own name."
     xs = sorted(v.unique()) if pd.api.types.is_numeric_dtype(v) else list(dict.fromkeys(v))
@@ -354,9 +354,9 @@ def heat_chart(
     good, bad = base.transform_filter("datum.bad == ''"), base.transform_filter("datum.bad != ''")
     ink = alt.condition(f"datum.value > {mid}", alt.value("white"), alt.value("#111111"))
     fill = alt.Color("value:Q", title=title(metric), scale=alt.Scale(scheme="blues"))
-    layers = [good.mark_rect(aria=False).encode(fill, tooltip=["col:N", "row:N", "value:Q"])]
-    if side >= 30: layers.append(good.mark_text(aria=False, fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
-    layers += [bad.mark_rect(aria=False, color="#eeeeee", stroke="#D55E00"), bad.mark_text(aria=False, fontSize=9, color="#D55E00").encode(text="bad:N")]
+    layers = [good.mark_rect().encode(fill, tooltip=["col:N", "row:N", "value:Q"])]
+    if side >= 30: layers.append(good.mark_text(fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
+    layers += [bad.mark_rect(color="#eeeeee", stroke="#D55E00"), bad.mark_text(fontSize=9, color="#D55E00").encode(text="bad:N")]
     notes = ["each cell is the mean of its block"] if max(kx, ky) > 1 else []
     about = f"{text}. Squares of {len(xs)} by {len(ys)}, {title(metric)} from {cells.value.min():.3g} to {cells.value.max():.3g}."
     head = _head(text, df.assign(low=np.nan), [x, y], notes)
@@ -370,17 +370,21 @@ def renumbered(
     names = {old: f"id{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg)))}
     return re.sub(r'(\bid="|url\(#|href="#)([^")]+)', lambda m: m[1] + names.get(m[2], m[2]), svg)
 
-# %% ../nbs/40_plots.ipynb #24da5a70
+# %% ../nbs/40_plots.ipynb #d3fbf379
 def chart_svg(
     chart: alt.TopLevelMixin | dict, # A chart, or its Vega-Lite specification
+    labels: bool = True, # A text at every mark, for a page that has no specification; a large part of the file
 ) -> str: # Always the same bytes
     "The chart as SVG, its description as the text for those who do not see it."
-    chart = alt.Chart.from_dict(chart) if isinstance(chart, dict) else chart
-    chart.save(svg := io.StringIO(), format="svg")
-    about = chart.description if isinstance(chart.description, str) else "Chart"
+    spec = chart if isinstance(chart, dict) else chart.to_dict()
+    if not labels:
+        config = spec.get("config", {})
+        spec = {**spec, "config": {**config, "mark": {**config.get("mark", {}), "aria": False}}}
+    alt.Chart.from_dict(spec).save(svg := io.StringIO(), format="svg")
+    about = spec.get("description") or "Chart"
     return renumbered(svg.getvalue()).replace("<svg ", f'<svg role="img" aria-label="{html.escape(about)}" ', 1)
 
-# %% ../nbs/40_plots.ipynb #09e3fde0
+# %% ../nbs/40_plots.ipynb #b34520a0
 def save_chart(
     chart: alt.TopLevelMixin, # Any Altair chart
     path_stem: str | Path, # Folder and name without an ending; the folder is made
@@ -395,15 +399,15 @@ def save_chart(
         chart.save(str(file("html")))
         warnings.warn(f"{stem}: no SVG and PNG without vl-convert (pip install vl-convert-python); JSON and HTML are written", stacklevel=2)
         return [file("json"), file("html")]
-    file("svg").write_text(chart_svg(chart), encoding="utf-8")
+    file("svg").write_text(chart_svg(chart, labels=False), encoding="utf-8")
     chart.save(str(file("png")), ppi=144)
     return [file("json"), file("svg"), file("png")]
 
-# %% ../nbs/40_plots.ipynb #41e111c2
+# %% ../nbs/40_plots.ipynb #5afb94c1
 def notebook_charts() -> None:
     "From now on, charts in this notebook are stored as SVG and as Vega-Lite."
     def both(spec, **kw):
         kind = re.search(r"vega-lite/v(\d+)", spec.get("$schema", "v6"))
-        return {f"application/vnd.vegalite.v{kind[1] if kind else 6}+json": spec, "image/svg+xml": chart_svg(spec)}
+        return {f"application/vnd.vegalite.v{kind[1] if kind else 6}+json": spec, "image/svg+xml": chart_svg(spec, labels=False)}
     alt.renderers.register("both", both)
     alt.renderers.enable("both")

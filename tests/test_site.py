@@ -219,7 +219,7 @@ def test_light_and_dark_by_the_switch(browser, url):
 
 def test_hovering_shows_values(browser, url):
     browser.open(f"{url}/results/digits/01_alignment.html")
-    at = browser.run("(() => { const p = document.querySelector('figure.chart.shown svg path[aria-roledescription=point]'); p.scrollIntoView({block: 'center', behavior: 'instant'}); const r = p.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()")
+    at = browser.run("(() => { const p = document.querySelector('figure.chart.shown svg .mark-symbol.role-mark path'); p.scrollIntoView({block: 'center', behavior: 'instant'}); const r = p.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()")
     for dx in (3, 0): browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0] + dx, y=at[1])
     assert "epoch" in browser.until("(document.querySelector('#vg-tooltip-element.visible') || {}).textContent")
     browser.open(f"{url}/nbs/40_plots.html") # a chart without a specification shows what Vega wrote beside each mark
