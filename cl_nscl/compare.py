@@ -6,7 +6,7 @@
 __all__ = ['FORMATS', 'PAIR_METRICS', 'PROBE_ROWS', 'Stored', 'sliced', 'Rows', 'open_features', 'is_checkpoint',
            'open_checkpoint', 'compare', 'similarity_heat', 'add_command']
 
-# %% ../nbs/46_compare.ipynb #8d770bbe
+# %% ../nbs/46_compare.ipynb #1d0f8ee6
 import argparse, contextlib, io, json, math, os, sys, warnings, zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np, pandas as pd, torch
 from numpy.lib import format as npy
 from safetensors import safe_open
-from scipy.stats import t as student
+from scipy.special import stdtrit # quantile of Student's t
 from tqdm import tqdm
 
 from .collapse import cdnv, directional_cdnv, effective_rank, nc1
@@ -309,7 +309,7 @@ def _check(rows, chunk):
     if need > have: raise UserError(f"features of {', '.join(map(str, d))} columns need {need / 2**30:.0f} GiB of sums, more than this machine has; compare fewer models, or fewer columns")
     _check_ids(rows, chunk)
 
-# %% ../nbs/46_compare.ipynb #60ed3f11
+# %% ../nbs/46_compare.ipynb #0ebc3758
 PAIR_METRICS = ("cka", "cka_linear", "cka_debiased", "rsa", "drift")
 _COLUMNS = ["a", "b", "metric", "value", "low", "high", "N", "d_a", "d_b"]
 
@@ -329,7 +329,7 @@ def _pairs(names, chunks, level, clusters):
     for a, b, metric, value, *size in table.itertuples(index=False):
         square = total[a, b, metric] if units is None else total[a, b, metric].square().sum()
         se = math.sqrt(float(square) * G / (G - 1)) / N
-        yield a, b, metric, value, *interval_ends(metric, value, se, student.ppf((1 + level) / 2, G - 1)), *size
+        yield a, b, metric, value, *interval_ends(metric, value, se, stdtrit(G - 1, (1 + level) / 2)), *size
 
 # %% ../nbs/46_compare.ipynb #b9a4ba6f
 PROBE_ROWS = 10_000

@@ -9,7 +9,7 @@ __all__ = ['IDX_FILES', 'DEBIAN', 'PUBLISHED', 'DATASETS', 'KNOWN', 'Split', 'mi
            'stand_in', 'resize', 'is_streamed', 'worker_count', 'check_classes', 'labelled', 'load_dataset',
            'identical', 'data_record', 'same_data', 'epoch_order', 'batches', 'stratified_batches', 'loader']
 
-# %% ../nbs/01_data.ipynb #6f5abba6
+# %% ../nbs/01_data.ipynb #4f1dddd3
 import gzip, hashlib, importlib, inspect, json, math, os, zlib
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -20,7 +20,6 @@ import numpy as np, torch
 from fastcore.basics import patch
 from filelock import FileLock
 from PIL.Image import Resampling
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
@@ -234,11 +233,12 @@ def equal_counts(
         take[c] = min(have[c], left // (len(have) - k)); left -= take[c]
     return take
 
-# %% ../nbs/01_data.ipynb #c583b07a
+# %% ../nbs/01_data.ipynb #7ad27a78
 def digits(
     root: str = "", # Not used: the images are inside scikit-learn
 ) -> Source: # 1,438 and 359 grey images, 8 x 8
     "Scikit-learn's digits; ids are positions in scikit-learn's array."
+    from sklearn.datasets import load_digits # here: importing scikit-learn takes about a second
     d = load_digits()
     x = torch.from_numpy((d.images.astype("int64") * 255 + 8) // 16).to(torch.uint8)[:, None]
     y = torch.from_numpy(d.target.astype("int64"))

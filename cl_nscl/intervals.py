@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['mean_interval', 'bootstrap', 'interval_ends', 'row_influences', 'intervals', 'permutation_null', 'chance_level']
 
-# %% ../nbs/25_intervals.ipynb #58eab4e1
+# %% ../nbs/25_intervals.ipynb #e91d3647
 import math
 from collections.abc import Callable, Iterator
 
 import numpy as np, pandas as pd, torch
-from scipy.stats import t as student
+from scipy.special import stdtrit # quantile of Student's t
 
 from .core import generator
 from .similarity import METRICS, TILE, Centred, Similarities, Similarity, _metric, _unit, _weights
@@ -29,7 +29,7 @@ def _spread(
     if G < 2: raise ValueError(f"an interval needs at least 2 {'rows' if clusters is None else 'clusters'}, not {G}")
     return (psi.square().sum(0) * G / (G - 1)).sqrt() / N, G - 1
 
-# %% ../nbs/25_intervals.ipynb #d8c80c4f
+# %% ../nbs/25_intervals.ipynb #3e03b47a
 def mean_interval(
     values: torch.Tensor, # One number per row `[N]`
     clusters: torch.Tensor | None = None, # Labels `[N]`: rows with one label are not independent
@@ -41,7 +41,7 @@ def mean_interval(
     if clusters is not None and len(clusters) != len(values): raise ValueError(f"clusters: {len(clusters)} labels for {len(values)} rows")
     mean = values.mean()
     se, df = _spread((values - mean)[:, None], clusters)
-    half = student.ppf((1 + level) / 2, df) * float(se)
+    half = stdtrit(df, (1 + level) / 2) * float(se)
     return {"value": float(mean), "low": float(mean) - half, "high": float(mean) + half, "se": float(se)}
 
 # %% ../nbs/25_intervals.ipynb #fc7e816e
@@ -148,7 +148,7 @@ def row_influences(
                    for x, y, m, value, *_ in table.itertuples(index=False) for a, b in [(at[x], at[y])]}
     if seen != sim.N: raise ValueError(f"features: {sim.N} rows in the first pass, {seen} in the second; the function must start afresh at each call")
 
-# %% ../nbs/25_intervals.ipynb #98d9690f
+# %% ../nbs/25_intervals.ipynb #5d4ef644
 def intervals(
     features: dict | Callable, # Model -> features `[N, d_m]`; or a function that returns a fresh iterator over chunks (lists of tensors)
     names: list[str] | None = None, # The models' names, with a function
@@ -170,7 +170,7 @@ def intervals(
     rows = []
     for a, b, metric, value, *size in table.itertuples(index=False):
         se, df = _spread(torch.cat(psi[a, b, metric])[:, None], clusters)
-        rows.append((a, b, metric, value, *interval_ends(metric, value, float(se), student.ppf((1 + level) / 2, df)), float(se), *size))
+        rows.append((a, b, metric, value, *interval_ends(metric, value, float(se), stdtrit(df, (1 + level) / 2)), float(se), *size))
     return pd.DataFrame(rows, columns=["a", "b", "metric", "value", "low", "high", "se", "N", "d_a", "d_b"])
 
 # %% ../nbs/25_intervals.ipynb #fc7a9014

@@ -7,14 +7,14 @@ __all__ = ['COLOURS', 'DASHES', 'SHAPES', 'SPARES', 'TITLES', 'RANGES', 'title',
            'panel', 'trend_chart', 'alignment_chart', 'weights_chart', 'bar_chart', 'heat_chart', 'renumbered',
            'chart_svg', 'save_chart', 'notebook_charts']
 
-# %% ../nbs/40_plots.ipynb #818146bf
+# %% ../nbs/40_plots.ipynb #e26efdee
 import html, io, math, re, warnings
 from pathlib import Path
 
 import altair as alt
 import numpy as np
 import pandas as pd
-from scipy.stats import t as student
+from scipy.special import stdtrit # quantile of Student's t
 
 from .losses import OBJECTIVES
 
@@ -70,7 +70,7 @@ def mark_bad(
     bad = np.select([v.isna(), v == np.inf, v == -np.inf, (v <= 0) & log], ["NaN", "+inf", "-inf", "<= 0"], "")
     return df.assign(value=v.where(bad == ""), bad=bad)
 
-# %% ../nbs/40_plots.ipynb #4556a023
+# %% ../nbs/40_plots.ipynb #1bf2fc01
 RANGES = {"cka": (0, 1), "cka_linear": (0, 1), "cka_debiased": (-1, 1), "rsa": (-1, 1), "weight_gap": (0, 2), "nccc": (0, 100), "linear": (0, 100), "knn": (0, 100),
     "nc4": (0, 1)} | {m: (0, math.inf) for m in ("drift", "cdnv", "dcdnv", "nc1", "nc2_norms", "nc2_angles", "nc3")}
 
@@ -99,7 +99,7 @@ def over_seeds(
     else:
         g = df.groupby(keys, sort=False, dropna=False)
         out = g.agg(value=("value", "mean"), s=("value", "std"), n=("value", "count"), bad=("bad", _kinds)).reset_index()
-        half = student.ppf(0.975, (out.n - 1).where(out.n > 1)) * out.s / np.sqrt(out.n)
+        half = stdtrit((out.n - 1).where(out.n > 1), 0.975) * out.s / np.sqrt(out.n)
         lowest, highest = _ranges(df, out)
         out = out.assign(low=np.minimum(np.maximum(out.value - half, lowest), out.value), high=np.maximum(np.minimum(out.value + half, highest), out.value))
     ends = out[["low", "high"]].astype(float).replace([np.inf, -np.inf], np.nan)

@@ -7,7 +7,7 @@ __all__ = ['CHUNK', 'REGS', 'finite_rows', 'rounding', 'rows', 'Centres', 'class
            'nccc_few_shot', 'Probe', 'fit_linear_probe', 'linear_probe', 'unit_rows', 'knn_labels', 'knn', 'knn_loo',
            'confusion']
 
-# %% ../nbs/22_probes.ipynb #a1761e25
+# %% ../nbs/22_probes.ipynb #90ff46ef
 import math, warnings
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np, torch
 import torch.nn.functional as F
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 
 from .core import generator, pick
 from .data import draw_per_class
@@ -197,7 +195,7 @@ def _halves(y, seed, share=5):
     val[draw_per_class(y.cpu(), {c: max(1, m // share) for c, m in n.items()}, generator(seed, "validation"))] = True
     return (~val).nonzero()[:, 0].to(y.device), val.nonzero()[:, 0].to(y.device)
 
-# %% ../nbs/22_probes.ipynb #53d6fe6c
+# %% ../nbs/22_probes.ipynb #20876bfd
 REGS = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5) # lambda, strongest first
 
 def _lbfgs(h, y, regs, max_iter):
@@ -205,6 +203,8 @@ def _lbfgs(h, y, regs, max_iter):
     classes, index = y.unique(return_inverse=True)
     mean, scale, x = _standardise(h)
     x, index, C = x.cpu().numpy(), index.cpu().numpy(), len(classes)
+    from sklearn.exceptions import ConvergenceWarning # here: importing scikit-learn takes about a second
+    from sklearn.linear_model import LogisticRegression
     model = LogisticRegression(tol=1e-5, max_iter=max_iter, warm_start=True)
     for reg in regs:
         model.set_params(C=(2 if C == 2 else 1) / (reg * len(x)))

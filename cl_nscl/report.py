@@ -7,19 +7,19 @@ __all__ = ['KINDS', 'mean_interval', 'number', 'final_table', 'verdict', 'slopes
            'findings', 'claims_table', 'multiplicity', 'sweep_table', 'paper_table1', 'Results', 'markdown',
            'claims_markdown', 'save_results', 'load_results', 'summary_html']
 
-# %% ../nbs/41_report.ipynb #9b82ee59
+# %% ../nbs/41_report.ipynb #bfd5e6d1
 import html, json, math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import altair as alt, numpy as np, pandas as pd
 from PIL import Image
-from scipy import stats
+from scipy.special import stdtrit # quantile of Student's t
 
 from .plots import over_seeds, save_chart, title
 from .store import write_atomic
 
-# %% ../nbs/41_report.ipynb #4e18888e
+# %% ../nbs/41_report.ipynb #dbb95268
 def mean_interval(
     values: pd.Series, # One value for each seed
     level: float = 0.95,
@@ -27,7 +27,7 @@ def mean_interval(
     "Mean and Student-t interval; a value that is not finite makes all three NaN."
     n, mean = len(values), values.mean(skipna=False)
     if not math.isfinite(mean): return math.nan, math.nan, math.nan
-    half = stats.t.ppf((1 + level) / 2, n - 1) * values.std() / math.sqrt(n) if n > 1 else math.nan
+    half = stdtrit(n - 1, (1 + level) / 2) * values.std() / math.sqrt(n) if n > 1 else math.nan
     return mean, mean - half, mean + half
 
 # %% ../nbs/41_report.ipynb #243227b1

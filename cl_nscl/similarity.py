@@ -6,14 +6,13 @@
 __all__ = ['TILE', 'METRICS', 'Moments', 'Centred', 'Pair', 'Similarity', 'Similarities', 'similarities', 'cka', 'drift',
            'spearman', 'rsa']
 
-# %% ../nbs/21_similarity.ipynb #8e4e086b
+# %% ../nbs/21_similarity.ipynb #6f9fe3e4
 import math, warnings
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np, pandas as pd, torch
 from fastcore.basics import patch
-from scipy.stats import spearmanr
 
 from .core import generator, pick
 
@@ -386,7 +385,7 @@ def drift(
     "The Frobenius distance of the two cosine-similarity matrices."
     return _one(h1, h2, "drift")
 
-# %% ../nbs/21_similarity.ipynb #e9124e47
+# %% ../nbs/21_similarity.ipynb #60d991a4
 def spearman(
     h1: torch.Tensor, # Features `[N, d1]`
     h2: torch.Tensor, # Features `[N, d2]` of the same samples
@@ -410,6 +409,7 @@ def spearman(
         far = torch.cat([(u[a] - u[b]).square().sum(1) / 2 for a, b in zip(i.split(chunk), j.split(chunk))])
         ranks.append(far.cpu().numpy().round(round(-0.7 * math.log10(eps))))
         if np.ptp(ranks[-1]) == 0: raise ValueError(f"rsa: the dissimilarities of {name!r} are all equal, up to rounding")
+    from scipy.stats import spearmanr # here: importing it takes half a second
     value = float(spearmanr(*ranks).statistic)
     return {"value": value, "pairs": len(i), "error": 0.0 if every else (1 - value**2) * math.sqrt((1 + value**2 / 2) / (pairs - 3))}
 
