@@ -1,22 +1,24 @@
-"""A real Slurm of one node in a temporary folder, for as long as a test needs it. Debian: slurmctld, slurmd, slurm-client, munge; root."""
+"""A real Slurm of one node, or of several hosts, in a temporary folder, for as long as a test needs it. Debian: slurmctld, slurmd, slurm-client, munge; root."""
 import os, shutil, socket, subprocess, threading, time
 from pathlib import Path
+
+from hosts import Hosts
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 SlurmctldPort={port}
 SlurmdPort={slurmd}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -31,8 +33,8 @@ MinJobAge=10
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmctldTimeout=30
 SlurmdTimeout=30
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
-PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
@@ -53,15 +55,17 @@ def _free_ports(n):
 
 class Slurm:
     "Started by entering; `env` is what its clients need."
-    def __init__(self, folder: Path, cpus: int = 4):
-        self.folder, self.cpus, self.daemons, self.host = folder, cpus, [], socket.gethostname().split(".")[0]
+    def __init__(self, folder: Path, cpus: int = 4, hosts: Hosts | None = None): # without hosts, the machine itself is the only node
+        self.folder, self.cpus, self.daemons, self.hosts, self.host = folder, cpus, [], hosts, socket.gethostname().split(".")[0]
+        self.nodes = hosts.address if hosts else {self.host: "127.0.0.1"}
         self.env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
 
     def __enter__(self):
         os.chmod(self.folder, 0o755) # munged refuses a folder that others may write to
         port, slurmd = _free_ports(2)
-        (self.folder/"slurm.conf").write_text(CONF.format(folder=self.folder, host=self.host, cpus=self.cpus, port=port, slurmd=slurmd))
-        for d in ("state", "spool"): (self.folder/d).mkdir()
+        nodes = "\n".join(f"NodeName={n} NodeAddr={a} CPUs={self.cpus} RealMemory=1000 State=UNKNOWN" for n, a in self.nodes.items())
+        (self.folder/"slurm.conf").write_text(CONF.format(folder=self.folder, host=self.host, address=self.hosts.gateway if self.hosts else "127.0.0.1", nodes=nodes, port=port, slurmd=slurmd))
+        (self.folder/"state").mkdir()
         subprocess.run(["mungekey", "--create", f"--keyfile={self.folder}/munge.key"], env=self.env, check=True)
         try:
             self._start("munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid",
@@ -69,8 +73,10 @@ class Slurm:
             self._until(lambda: (self.folder/"munge.socket").exists())
             self._start("slurmctld", "-D", "-i")
             self._until(lambda: self.call("scontrol", "ping").returncode == 0)
-            self._start("slurmd", "-D", "-N", self.host)
-            self._until(lambda: "idle" in self.call("sinfo", "-h", "-o", "%T").stdout)
+            for n in self.nodes:
+                (self.folder/f"spool-{n}").mkdir()
+                self._start(*(self.hosts.on(n, "slurmd", "-D", "-N", n) if self.hosts else ("slurmd", "-D", "-N", n)))
+            self._until(lambda: self.call("sinfo", "-h", "-N", "-o", "%T").stdout.split() == ["idle"] * len(self.nodes))
             self.closing = threading.Event()
             threading.Thread(target=self._hasten, daemon=True).start()
         except BaseException:
@@ -94,7 +100,7 @@ class Slurm:
     def call(self, *argv, **kw): return subprocess.run([*map(str, argv)], env=self.env, capture_output=True, text=True, timeout=60, **kw)
 
     def _start(self, *argv):
-        with open(self.folder/f"{argv[0]}.out", "w") as out: self.daemons.append(subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT))
+        with open(self.folder/f"{argv[0]}{len(self.daemons)}.out", "w") as out: self.daemons.append(subprocess.Popen(argv, env=self.env, stdout=out, stderr=subprocess.STDOUT))
 
     def _until(self, ready, seconds=240):
         end = time.time() + seconds
