@@ -26,8 +26,9 @@ else
 	@$(VENV)/bin/cl-nscl reproduce $(DATASET)
 endif
 
+# One process more than cores: some tests wait, for Slurm, for a lock, for a browser.
 test: $(STAMP)  ## every notebook and test, then export and clean without a diff
-	@$(PY) -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
 
 notebooks: $(STAMP)  ## export, re-execute the notebooks with their outputs, write README.md
 	@$(PY) tools/notebooks.py
