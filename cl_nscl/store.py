@@ -211,7 +211,14 @@ def save_checkpoint(
     for old in [*stored_files(run.path, "checkpoint").values()][:-2]: old.unlink()
     return path
 
-# %% ../nbs/20_store.ipynb #6e5955af
+# %% ../nbs/20_store.ipynb #76eb7cf4
+def _strange(state, run, step): # why a whole file is no checkpoint of this run at this step; empty: it is one
+    if (state.get("run"), state.get("step")) != (run.id, step): return f"it belongs to step {state.get('step')} of run {state.get('run')}"
+    kinds = dict(objective=str, model=dict, optimizer=dict, losses=torch.Tensor, snapshots=list)
+    if bad := [k for k, kind in kinds.items() if not isinstance(state.get(k), kind)]: return f"it has no {', '.join(bad)}; another version of the software wrote it"
+    if state["objective"] != run.p.objective or state["losses"].shape != (step,) or not all(isinstance(f, str) and _NAME.fullmatch(f) for f in state["snapshots"]): return "its parts do not belong together"
+    return ""
+
 def load_checkpoint(
     run: Run,
     newest: float = math.inf, # A step; later checkpoints are not looked at
@@ -219,7 +226,7 @@ def load_checkpoint(
     "The newest checkpoint of this run that is whole, and so are its snapshots; others are named in a warning, damaged and foreign ones set aside."
     for step, path in reversed(stored_files(run.path, "checkpoint").items()):
         if step > newest or (state := read_stored(path)) is None: continue
-        if (state.get("run"), state.get("step")) != (run.id, step): set_aside(path, f"it belongs to step {state.get('step')} of run {state.get('run')}"); continue
+        if why := _strange(state, run, step): set_aside(path, why); continue
         lost = [f for f in state["snapshots"] if not is_whole(run.path/f)]
         if not lost: return state
         warnings.warn(f"{path} is not used: {lost[0]} is missing or damaged")
@@ -373,13 +380,14 @@ class _Writer: # stores the state of twins beside training, in a thread of the m
 
     def close(self): self.pool.shutdown() # waits; an error of the writer was raised, or another one is on its way
 
-# %% ../nbs/20_store.ipynb #bdcee0d1
+# %% ../nbs/20_store.ipynb #153da0dc
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
     if first:
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
-        load_state(twins, states)
+        try: load_state(twins, states)
+        except (KeyError, ValueError) as e: raise UserError(f"checkpoints of step {first} in {', '.join(str(r.path) for r in runs)} do not fit this version of the software ({' '.join(str(e).split())[:200]}); remove them, and the runs start again") from None
     from_main(lambda: _prepare(runs, states, losses, first, twins.clock, record))
     with contextlib.closing(_Writer(runs, twins, losses, seconds)) as writer:
         if is_main() and not first: writer.start()

@@ -68,7 +68,16 @@ def other_run(f): # whole, and of another run
     f.unlink(); shutil.copy(new, f.parent)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, foreign_text, other_kind, other_run], ids=lambda f: f.__name__)
+def changed(**values): # whole, of this run and this step, and not as this version writes it; None: the part is missing
+    def damage(f):
+        state = {k: v for k, v in (read_stored(f) | values).items() if v is not None}
+        f.unlink(); write_stored(f.parent, "checkpoint", 8, state)
+    return damage
+older, no_names, other_objective, few_losses, path_outside = changed(losses=None), changed(snapshots=[3]), changed(objective="ce"), changed(losses=torch.zeros(2)), changed(snapshots=["../snapshot"])
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, foreign_text, other_kind, other_run, older, no_names, other_objective, few_losses, path_outside],
+                         ids="cut empty flip foreign_text other_kind other_run older no_names other_objective few_losses path_outside".split())
 def test_R05_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_is_used(tmp_path, through, damage):
     runs, steps = begun(tmp_path, 9), []
     damage(stored_files(runs[0].path, "checkpoint")[8])
@@ -77,6 +86,13 @@ def test_R05_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_is_us
     assert "checkpoint-00000008" in said and "set aside" in said and [*runs[0].path.glob("*.bad")]
     assert steps[0] == 8                                                    # both go on from step 7, the last that they have in common
     assert whole(runs) == whole(through)
+
+
+@pytest.mark.parametrize("bad", [dict(optimizer={}), dict(model=dict(w=torch.ones(2)))], ids=["optimizer", "model"])
+def test_checkpoints_of_another_version_are_named(tmp_path, bad):
+    runs = begun(tmp_path, 9, "cl")
+    changed(**bad)(stored_files(runs[0].path, "checkpoint")[8])
+    with pytest.raises(UserError, match=f"checkpoints of step 8 in {runs[0].path} do not fit this version of the software .*remove them"): train_runs(runs)
 
 
 def test_a_lost_snapshot_is_made_again_and_the_run_is_not_done_meanwhile(tmp_path, through):
@@ -150,7 +166,7 @@ def test_R03_steps_compare_as_numbers(tmp_path):
     run = stored_run(P, tmp_path)
     run.path.mkdir()
     for t in ("20", "90", "0100", "100"): # by name, 90 would come last
-        f = write_stored(run.path, "checkpoint", int(t), dict(step=int(t), run=run.id, snapshots=[], t=t))
+        f = write_stored(run.path, "checkpoint", int(t), dict(step=int(t), run=run.id, objective="cl", model={}, optimizer={}, losses=torch.zeros(int(t)), snapshots=[]))
         f.rename(f.with_name(f.name.replace(f"{int(t):08d}", t)))
     assert [*stored_files(run.path, "checkpoint")] == [20, 90, 100] and load_checkpoint(run)["step"] == 100
 
