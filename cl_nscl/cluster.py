@@ -98,7 +98,7 @@ def alive() -> dict[str, Alive]: # By id and by name
     jobs = [Alive(*line.strip().split("|", 3)) for line in done.stdout.splitlines() if line.count("|") >= 3]
     return {key: j for j in jobs for key in (j.id, j.name)}
 
-# %% ../nbs/49_cluster.ipynb #7579d563
+# %% ../nbs/49_cluster.ipynb #69817ffd
 def job_of(
     run: Run,
 ) -> dict: # job: its id; log: the file; empty: never submitted
@@ -115,7 +115,7 @@ def progress(
 def state_of(
     run: Run,
     jobs: dict[str, Alive], # As `alive` gives them; empty where there is no cluster
-) -> tuple[str, str]: # A state of the table above, and a detail for people
+) -> tuple[str, str]: # done, running, queued, failed, lost or to do; and a detail for people
     "What is known about a run."
     job = job_of(run)
     live = jobs.get(job.get("job")) or jobs.get(job_name(run))
