@@ -74,7 +74,7 @@ def withdraw(
     else:
         for f in _files(name, folder): f.replace(folder/"failed"/f.name.lstrip("."))
 
-# %% ../nbs/50_run.ipynb #3ce37d03
+# %% ../nbs/50_run.ipynb #9d8a7397
 @contextlib.contextmanager
 def _sockets(): # N08: files of its own for each kernel, no ports, so no race for them when kernels start together
     if os.name != "posix": yield Config()
@@ -93,9 +93,9 @@ def _normalised(nb, key): # no path, no time: the same study gives the same file
     return nb
 
 def _because(e, minutes):
-    if isinstance(e, papermill.PapermillExecutionError): return f" in cell {e.exec_count}: {e.ename}: {e.evalue}"
     if isinstance(e, TimeoutError): return f": a cell took longer than cell_minutes = {minutes:g}"
-    return f": {type(e).__name__}: {' '.join(str(e).split())[:300]}" # the kernel died, the disk is full
+    where, name, text = (f" in cell {e.exec_count}", e.ename, e.evalue) if isinstance(e, papermill.PapermillExecutionError) else ("", type(e).__name__, e)
+    return f"{where}: {name}: {' '.join(str(text).split())[:300]}" # one line; the kernel died, the disk is full
 
 def _marked(path, e): # the notebook says itself that it failed
     with contextlib.suppress(Exception):

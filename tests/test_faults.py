@@ -426,7 +426,7 @@ for f in ("good.csv", "good.md"): (o/f).touch()
 (o/"01_x.json").write_text(json.dumps(dict(name="01_x", files=["good.csv", "good.md"])))""" # as save_results leaves them
 
 
-@pytest.mark.parametrize("end, says", [("raise ValueError('no')", "failed in cell .: ValueError: no"), ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"), ("import time; time.sleep(600)", "longer than cell_minutes")])
+@pytest.mark.parametrize("end, says", [("raise ValueError('no')", "failed in cell .: ValueError: no"), ("raise ValueError('no\\n' * 10**5)", r"failed in cell .: ValueError: (no ){9}[no ]{273} \(see [^\n]*\)$"), ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"), ("import time; time.sleep(600)", "longer than cell_minutes")])
 def test_N05_a_failing_dying_or_hanging_notebook_leaves_no_result(tmp_path, end, says):
     "Even one that had already written all of its results; what it left lies apart and is marked, and an earlier result is gone."
     from cl_nscl.report import load_results

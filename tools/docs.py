@@ -166,7 +166,7 @@ def results_page(root: Path) -> str:
     "The claims of every data set, by figure, and links to its executed notebooks."
     text = ["---\ntitle: Results\ndescription: Every claim of the paper, with an interval and a verdict, for each data set.\n---\n",
             "A verdict comes from the 95 % interval over seeds: *confirmed* where it lies on the claimed side of zero, *contradicted* where it lies on the other, "
-            "*undecided*, in grey, where it holds zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
+            "*undecided*, in grey, where it holds zero; for a claim that names a margin, such as *falls by less than 0.05*, the margin takes the place of zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
     for folder in data_sets(root): text += data_set(folder, root)
     return "\n".join(text)
 
@@ -222,7 +222,8 @@ def data_sets(root: Path) -> list[Path]:
 
 def bench_page(root: Path) -> str:
     "The tables of measurements, one after another."
-    tables = [p.read_text(encoding="utf-8") for p in sorted((root/"bench").glob("*.md"))]
+    files = {p.stem: p.read_text(encoding="utf-8") for p in sorted((root/"bench").glob("*.md"))}
+    tables = [t if t.startswith("# ") else f"# {name.capitalize()}\n\n{t}" for name, t in files.items()]
     return "\n\n".join(["---\ntitle: Measurements\ndescription: How fast, how much memory, beside other libraries.\n---", *map(below_title, tables)]) + "\n"
 
 
