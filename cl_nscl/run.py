@@ -244,7 +244,7 @@ def _spoken(table): # findings one by one; checks only where they fail
     failing = checks[checks.verdict == "fails"]
     return "\n".join([*([found.to_string(index=False)] if len(found) else []), f"{len(checks)} checks of theory and code, {len(failing)} fail{'s' if len(failing) == 1 else ''}", *([failing.to_string(index=False)] if len(failing) else [])])
 
-# %% ../nbs/50_run.ipynb #7c7b9e16
+# %% ../nbs/50_run.ipynb #78ac4ef5
 def reproduce(
     values: dict, # Flat names and values of a study, as `layered` gives them
     experiments: list[str] | None = None, # `None`: the study's
@@ -257,6 +257,8 @@ def reproduce(
         provide(s)
         runs = plan(s, experiments) # of the data themselves, not of their published numbers
     todo = [r for r in runs if not r.done]
+    folder.mkdir(parents=True, exist_ok=True) # what would fail after the training fails before it
+    if not os.access(folder, os.W_OK): raise UserError(f"cannot write to {folder}, where the results go; the parameter out names another folder")
     try: train(runs, s) if train else train_here(runs, s, names)
     except Failed as e: wrong.append(str(e))
     with _alone_in(folder):

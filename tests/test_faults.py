@@ -262,6 +262,16 @@ def test_a_read_only_folder_is_one_line_and_exit_code_1(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path/"results/digits/01_alignment.json").exists()
 
 
+def test_results_that_cannot_be_written_are_refused_before_anything_trains(tmp_path):
+    at = tmp_path/"results/digits"
+    at.mkdir(parents=True)
+    mounted(at, "-t", "tmpfs", "-o", "ro", "tmpfs")
+    try: done = command(tmp_path)
+    finally: subprocess.run(["umount", "-l", str(at)], check=True)
+    at.rmdir(); at.write_text("a file")
+    for d in (done, command(tmp_path)): assert d.returncode and "results/digits" in d.stderr and len(d.stderr.strip().splitlines()) == 1 and not (tmp_path/"runs").exists(), d.stderr
+
+
 def test_without_permission_one_line_and_exit_code_1(tmp_path):
     "Without the right of root to ignore permissions."
     if os.geteuid() or not shutil.which("setpriv"): pytest.skip("needs root and setpriv")
