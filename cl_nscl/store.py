@@ -132,14 +132,17 @@ def write_stored(
         if (m := _NAME.fullmatch(old.name)) and int(m["step"]) == step and old != new: old.unlink()
     return new
 
-# %% ../nbs/20_store.ipynb #efafd247
+# %% ../nbs/20_store.ipynb #61cdbdc0
 def ending(
     folder: Path, # A run's
 ) -> dict | None: # What `done.json` says; `None`: not done, or no longer whole
     "How the run ended, if every snapshot that it left is still there."
     try: end = json.loads((folder/"done.json").read_text())
     except (OSError, ValueError): return None
-    return end if isinstance(end, dict) and all((folder/f).exists() for f in end.get("snapshots", [])) else None
+    if not isinstance(end, dict): return None
+    files = end.get("snapshots") # None: a run that names none
+    there = isinstance(files, list) and files and all(isinstance(f, str) and _NAME.fullmatch(f) and (folder/f).exists() for f in files)
+    return end if files is None or there else None
 
 # %% ../nbs/20_store.ipynb #4e0441df
 @dataclass(frozen=True)

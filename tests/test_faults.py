@@ -110,6 +110,16 @@ def test_a_lost_snapshot_is_made_again_and_the_run_is_not_done_meanwhile(tmp_pat
     assert whole(runs) == whole(through)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"snapshots": 3}', '{"snapshots": []}', '{"snapshots": [null]}', '{"snapshots": ["params.json"]}', '{"snapshots": ["../snapshot"]}'])
+def test_a_damaged_end_mark_is_none_and_the_run_is_finished_again(tmp_path, through, content):
+    runs = twins(tmp_path)
+    train_runs(runs)
+    for r in runs: (r.path/"done.json").write_text(content)
+    assert not any(r.done for r in runs) and [*runs[0].snapshots] == [0, 4, 8, 12, 16]
+    train_runs(runs)
+    assert whole(runs) == whole(through)
+
+
 def test_foreign_snapshots_do_not_count(tmp_path, through):
     runs = begun(tmp_path, 9)
     write_stored(runs[0].path, "snapshot", 3, dict(w=torch.ones(2))); shutil.copy(through[1].snapshots[4], runs[0].path)
