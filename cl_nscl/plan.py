@@ -567,7 +567,7 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #c6ccac15
+# %% ../nbs/45_plan.ipynb #1010222e
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or for each GPU
@@ -576,7 +576,7 @@ def train_plan(
 ) -> int: # How many runs were trained
     "Train what is missing of `runs`, several groups at a time; `Failed` at the end if some could not be."
     for r in runs: # those that are there must be of the data that are there
-        if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(json.loads(record.read_text()), now, str(record))
+        if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(record, now)
     missing = [r for r in runs if not r.done]
     for r in missing: check_batches(r.p, *_train_labels(r.p.dataset, r.p.root, r.p.data, r.p.labels, r.p.classes, r.p.n_train, r.p.seed))
     if not missing: return 0

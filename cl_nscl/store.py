@@ -410,9 +410,9 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
 
 def _last_checkpoint(run): return str(["none", *stored_files(run.path, "checkpoint").values()][-1])
 
-# %% ../nbs/20_store.ipynb #b0e1621e
+# %% ../nbs/20_store.ipynb #08e93530
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
-    if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
+    if file.exists(): same_data(file, record["fingerprint"])
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
 
 def _prepare(runs, states, losses, first, clock, record): # the data are those that the run has seen; nothing newer than the checkpoint stays

@@ -120,6 +120,16 @@ def test_a_damaged_end_mark_is_none_and_the_run_is_finished_again(tmp_path, thro
     assert whole(runs) == whole(through)
 
 
+def test_a_damaged_record_of_the_data_is_named(tmp_path, through):
+    runs = begun(tmp_path, 9)
+    (runs[0].path/"data.json").write_text("{")
+    for call in (train_runs, lambda runs: train_plan(runs, jobs=1)):
+        with pytest.raises(UserError, match=f"{runs[0].path}/data.json: cannot be read .*remove it"): call(runs)
+    (runs[0].path/"data.json").unlink()
+    train_runs(runs)
+    assert whole(runs) == whole(through)
+
+
 def test_foreign_snapshots_do_not_count(tmp_path, through):
     runs = begun(tmp_path, 9)
     write_stored(runs[0].path, "snapshot", 3, dict(w=torch.ones(2))); shutil.copy(through[1].snapshots[4], runs[0].path)
