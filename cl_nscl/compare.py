@@ -227,7 +227,7 @@ def open_features(
     beside = [next((arrays[k] for k in names if k in arrays), None) for names in (("ids",), ("y", "labels"))]
     return replace(_features(str(path), _chosen(path, arrays, key, ("h", "features"), 2), *beside), name=path.stem)
 
-# %% ../nbs/46_compare.ipynb #12f28544
+# %% ../nbs/46_compare.ipynb #bf0cfd86
 def is_checkpoint(
     path: str | Path, # Of a file or folder
 ) -> bool:
@@ -250,15 +250,17 @@ def _run(path):
 
 def _record(run):
     "What the run says about the data that it was trained on; of runs that say nothing, what is there now."
-    try: said = json.loads((run.path/"data.json").read_text())
+    try:
+        said = json.loads((run.path/"data.json").read_text())
+        return SimpleNamespace(C=len(said["classes"]), channels=said["channels"], mean=tuple(said["mean"]), std=tuple(said["std"]))
     except OSError: return dataset_of(run.p)
-    return SimpleNamespace(C=len(said["classes"]), channels=said["channels"], mean=tuple(said["mean"]), std=tuple(said["std"]))
+    except (ValueError, KeyError, TypeError): raise UserError(f"{run.path/'data.json'}: cannot be read as what a run says about its data; remove it") from None
 
 def _own_data(run, root):
     "The data set of the run, and no other one."
     try: ds = dataset_of(replace(run.p, root=root))
     except UserError as e: raise UserError(f"{run.path}: {e}" + ("" if root else " (--root FOLDER, for data in a folder of your own)")) from None
-    if (file := run.path/"data.json").exists(): same_data(json.loads(file.read_text()), ds.fingerprint, str(file))
+    if (file := run.path/"data.json").exists(): same_data(file, ds.fingerprint)
     return ds
 
 # %% ../nbs/46_compare.ipynb #234a5bb4

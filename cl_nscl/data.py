@@ -510,16 +510,18 @@ def data_record(
                 for i, (c, n) in enumerate(zip(ds.class_ids, ds.class_names))], train=len(ds.train), test=len(ds.test), excluded=ds.excluded, identical=identical(ds),
                 channels=ds.channels, size=ds.size, streamed=isinstance(ds.train, Stream), mean=list(ds.mean), std=list(ds.std), found=ds.found)
 
-# %% ../nbs/01_data.ipynb #8a933014
+# %% ../nbs/01_data.ipynb #c19d33e4
 def same_data(
-    stored: dict, # What `data_record` gave when the run began
+    file: Path, # What `data_record` gave when the run began, as JSON
     now: str, # The fingerprint of the data that are there now
-    where: str, # The file of the record, for the message
 ) -> None:
     "Refuse data that are not those that a run began with."
-    if stored["fingerprint"] == now: return
-    raise UserError(f"{where}: this run was trained on other data ({stored['data']}: {stored['train']} training images, fingerprint {stored['fingerprint']}) than are there now ({now}); "
-                    "give these data a name of their own (parameter data), or remove the run's folder")
+    try:
+        stored = json.loads(file.read_text())
+        was, seen = stored["fingerprint"], f"{stored['data']}: {stored['train']} training images, fingerprint {stored['fingerprint']}"
+    except (OSError, ValueError, KeyError, TypeError): raise UserError(f"{file}: cannot be read as what a run says about its data; remove it, or the run's folder") from None
+    if was != now: raise UserError(f"{file}: this run was trained on other data ({seen}) than are there now ({now}); "
+                                   "give these data a name of their own (parameter data), or remove the run's folder")
 
 # %% ../nbs/01_data.ipynb #581f1269
 def epoch_order(

@@ -94,7 +94,7 @@ class _Pushes:
             out[a, b] = torch.stack([G, S, t], 1)
         return out
 
-# %% ../nbs/25_intervals.ipynb #b89ea63c
+# %% ../nbs/25_intervals.ipynb #d59eb734
 def _influence(
     pair: object, # The pair's parts, from the first pass
     push: tuple[torch.Tensor, ...], # Pushes on the parts of aa, bb, ab, each `[n, 3]`
@@ -108,7 +108,7 @@ def _influence(
         return [p @ p.new_tensor(weights * per) for p in push], pair.parts @ weights / N**2
     (aa, bb, ab), (AA, BB, AB, DD, _) = inner({"rho": "cka", "r": "drift"}.get(name, name))
     if name in ("cka", "cka_linear", "cka_debiased", "rsa"): return ab / math.sqrt(AA * BB) - value / 2 * (aa / AA + bb / BB)
-    if value == 0: return torch.zeros_like(aa)
+    if DD <= 1e-13 * (AA + BB): return torch.zeros_like(aa)                 # equal, or equal but for rounding
     log = (aa + bb - 2 * ab) / (2 * DD)                                     # of the length itself
     if name == "drift": return value * log
     (own, _, _), (OWN, *_) = inner("cka" if name == "rho" else "rsa")       # of its unit

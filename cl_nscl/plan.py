@@ -8,8 +8,8 @@ __all__ = ['STUDY_FIELDS', 'Point', 'POINTS', 'READERS', 'Study', 'study', 'devi
            'downstream_points', 'collapse_points', 'temperature_points', 'source_of', 'train_size', 'provide',
            'fixed_steps', 'class_points', 'batch_points', 'loss_gap_points', 'experiments_of', 'plan', 'images',
            'looked_at', 'tasks', 'estimate', 'measuring', 'operations', 'duration', 'Progress', 'out_of_memory',
-           'worker_died', 'reason', 'train_task', 'Failed', 'failed', 'check_failures', 'train_plan', 'jobs_of',
-           'device_for', 'point_rows']
+           'worker_died', 'peer_gone', 'reason', 'train_task', 'Failed', 'failed', 'check_failures', 'train_plan',
+           'jobs_of', 'device_for', 'point_rows']
 
 # %% ../nbs/45_plan.ipynb #1776378e
 import concurrent.futures, contextlib, dataclasses, functools, itertools, json, os, queue, subprocess, sys, tempfile, threading, time, traceback
@@ -472,7 +472,7 @@ class Progress:
     def close(self):
         if self.bar: self.bar.close()
 
-# %% ../nbs/45_plan.ipynb #f50eca99
+# %% ../nbs/45_plan.ipynb #9d2a07a7
 def out_of_memory(
     e: Exception,
 ) -> bool:
@@ -485,12 +485,19 @@ def worker_died(
     "Did a process that decodes images end? torch raises a plain `RuntimeError`."
     return isinstance(e, RuntimeError) and "DataLoader worker" in str(e)
 
+def peer_gone(
+    e: Exception,
+) -> bool:
+    "Did another process of the same run end? gloo and NCCL raise a plain `RuntimeError`."
+    return isinstance(e, RuntimeError) and any(t in str(e) for t in ("closed by peer", "reset by peer", "Broken pipe", "remote process exit"))
+
 def reason(
     e: Exception,
 ) -> str: # One line
     "Why something failed, for people."
     text = " ".join(str(e).split())
     if worker_died(e): return f"a process that decodes images was killed, out of memory? Fewer of them need less (parameter workers), then the same command continues ({text})"
+    if peer_gone(e): return "another process of the run ended; if it did not say why, it was killed, out of memory? The same command continues"
     if out_of_memory(e): return f"out of memory; fewer jobs at a time need less, then the same command continues ({text or type(e).__name__})"
     return text if isinstance(e, (UserError, CannotWrite)) else f"{type(e).__name__}: {text}"
 
@@ -560,7 +567,7 @@ def check_failures(
     "Raise `Failed` unless all went well."
     if failures: raise Failed(f"{len(failures)} of {groups} groups of runs failed, the others are done; the same command tries again:\n  " + "\n  ".join(failures))
 
-# %% ../nbs/45_plan.ipynb #c6ccac15
+# %% ../nbs/45_plan.ipynb #1010222e
 def train_plan(
     runs: list[Run], # Those that are done are skipped
     jobs: int = 0, # Training processes; 0: one for each core, or for each GPU
@@ -569,7 +576,7 @@ def train_plan(
 ) -> int: # How many runs were trained
     "Train what is missing of `runs`, several groups at a time; `Failed` at the end if some could not be."
     for r in runs: # those that are there must be of the data that are there
-        if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(json.loads(record.read_text()), now, str(record))
+        if (record := r.path/"data.json").exists() and (now := _fingerprint(r.p.dataset, r.p.root, r.p.data, r.p.labels)): same_data(record, now)
     missing = [r for r in runs if not r.done]
     for r in missing: check_batches(r.p, *_train_labels(r.p.dataset, r.p.root, r.p.data, r.p.labels, r.p.classes, r.p.n_train, r.p.seed))
     if not missing: return 0

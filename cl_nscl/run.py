@@ -74,7 +74,7 @@ def withdraw(
     else:
         for f in _files(name, folder): f.replace(folder/"failed"/f.name.lstrip("."))
 
-# %% ../nbs/50_run.ipynb #3ce37d03
+# %% ../nbs/50_run.ipynb #9d8a7397
 @contextlib.contextmanager
 def _sockets(): # N08: files of its own for each kernel, no ports, so no race for them when kernels start together
     if os.name != "posix": yield Config()
@@ -93,9 +93,9 @@ def _normalised(nb, key): # no path, no time: the same study gives the same file
     return nb
 
 def _because(e, minutes):
-    if isinstance(e, papermill.PapermillExecutionError): return f" in cell {e.exec_count}: {e.ename}: {e.evalue}"
     if isinstance(e, TimeoutError): return f": a cell took longer than cell_minutes = {minutes:g}"
-    return f": {type(e).__name__}: {' '.join(str(e).split())[:300]}" # the kernel died, the disk is full
+    where, name, text = (f" in cell {e.exec_count}", e.ename, e.evalue) if isinstance(e, papermill.PapermillExecutionError) else ("", type(e).__name__, e)
+    return f"{where}: {name}: {' '.join(str(text).split())[:300]}" # one line; the kernel died, the disk is full
 
 def _marked(path, e): # the notebook says itself that it failed
     with contextlib.suppress(Exception):
@@ -244,7 +244,7 @@ def _spoken(table): # findings one by one; checks only where they fail
     failing = checks[checks.verdict == "fails"]
     return "\n".join([*([found.to_string(index=False)] if len(found) else []), f"{len(checks)} checks of theory and code, {len(failing)} fail{'s' if len(failing) == 1 else ''}", *([failing.to_string(index=False)] if len(failing) else [])])
 
-# %% ../nbs/50_run.ipynb #7c7b9e16
+# %% ../nbs/50_run.ipynb #78ac4ef5
 def reproduce(
     values: dict, # Flat names and values of a study, as `layered` gives them
     experiments: list[str] | None = None, # `None`: the study's
@@ -257,6 +257,8 @@ def reproduce(
         provide(s)
         runs = plan(s, experiments) # of the data themselves, not of their published numbers
     todo = [r for r in runs if not r.done]
+    folder.mkdir(parents=True, exist_ok=True) # what would fail after the training fails before it
+    if not os.access(folder, os.W_OK): raise UserError(f"cannot write to {folder}, where the results go; the parameter out names another folder")
     try: train(runs, s) if train else train_here(runs, s, names)
     except Failed as e: wrong.append(str(e))
     with _alone_in(folder):

@@ -132,14 +132,17 @@ def write_stored(
         if (m := _NAME.fullmatch(old.name)) and int(m["step"]) == step and old != new: old.unlink()
     return new
 
-# %% ../nbs/20_store.ipynb #efafd247
+# %% ../nbs/20_store.ipynb #61cdbdc0
 def ending(
     folder: Path, # A run's
 ) -> dict | None: # What `done.json` says; `None`: not done, or no longer whole
     "How the run ended, if every snapshot that it left is still there."
     try: end = json.loads((folder/"done.json").read_text())
     except (OSError, ValueError): return None
-    return end if isinstance(end, dict) and all((folder/f).exists() for f in end.get("snapshots", [])) else None
+    if not isinstance(end, dict): return None
+    files = end.get("snapshots") # None: a run that names none
+    there = isinstance(files, list) and files and all(isinstance(f, str) and _NAME.fullmatch(f) and (folder/f).exists() for f in files)
+    return end if files is None or there else None
 
 # %% ../nbs/20_store.ipynb #4e0441df
 @dataclass(frozen=True)
@@ -211,7 +214,14 @@ def save_checkpoint(
     for old in [*stored_files(run.path, "checkpoint").values()][:-2]: old.unlink()
     return path
 
-# %% ../nbs/20_store.ipynb #6e5955af
+# %% ../nbs/20_store.ipynb #76eb7cf4
+def _strange(state, run, step): # why a whole file is no checkpoint of this run at this step; empty: it is one
+    if (state.get("run"), state.get("step")) != (run.id, step): return f"it belongs to step {state.get('step')} of run {state.get('run')}"
+    kinds = dict(objective=str, model=dict, optimizer=dict, losses=torch.Tensor, snapshots=list)
+    if bad := [k for k, kind in kinds.items() if not isinstance(state.get(k), kind)]: return f"it has no {', '.join(bad)}; another version of the software wrote it"
+    if state["objective"] != run.p.objective or state["losses"].shape != (step,) or not all(isinstance(f, str) and _NAME.fullmatch(f) for f in state["snapshots"]): return "its parts do not belong together"
+    return ""
+
 def load_checkpoint(
     run: Run,
     newest: float = math.inf, # A step; later checkpoints are not looked at
@@ -219,7 +229,7 @@ def load_checkpoint(
     "The newest checkpoint of this run that is whole, and so are its snapshots; others are named in a warning, damaged and foreign ones set aside."
     for step, path in reversed(stored_files(run.path, "checkpoint").items()):
         if step > newest or (state := read_stored(path)) is None: continue
-        if (state.get("run"), state.get("step")) != (run.id, step): set_aside(path, f"it belongs to step {state.get('step')} of run {state.get('run')}"); continue
+        if why := _strange(state, run, step): set_aside(path, why); continue
         lost = [f for f in state["snapshots"] if not is_whole(run.path/f)]
         if not lost: return state
         warnings.warn(f"{path} is not used: {lost[0]} is missing or damaged")
@@ -373,13 +383,14 @@ class _Writer: # stores the state of twins beside training, in a thread of the m
 
     def close(self): self.pool.shutdown() # waits; an error of the writer was raised, or another one is on its way
 
-# %% ../nbs/20_store.ipynb #bdcee0d1
+# %% ../nbs/20_store.ipynb #153da0dc
 def _train_group(first, runs, states, device, report, seconds): # runs that are at step `first`
     twins, start = Twins([r.p for r in runs], dataset_of(runs[0].p), device), time.time()
     losses, record = torch.zeros(len(runs), twins.clock.T, device=twins.device), data_record(twins.ds)
     if first:
         losses[:, :first] = torch.stack([s.pop("losses") for s in states])
-        load_state(twins, states)
+        try: load_state(twins, states)
+        except (KeyError, ValueError) as e: raise UserError(f"checkpoints of step {first} in {', '.join(str(r.path) for r in runs)} do not fit this version of the software ({' '.join(str(e).split())[:200]}); remove them, and the runs start again") from None
     from_main(lambda: _prepare(runs, states, losses, first, twins.clock, record))
     with contextlib.closing(_Writer(runs, twins, losses, seconds)) as writer:
         if is_main() and not first: writer.start()
@@ -399,9 +410,9 @@ def _train_group(first, runs, states, device, report, seconds): # runs that are 
 
 def _last_checkpoint(run): return str(["none", *stored_files(run.path, "checkpoint").values()][-1])
 
-# %% ../nbs/20_store.ipynb #b0e1621e
+# %% ../nbs/20_store.ipynb #08e93530
 def _keep_record(file, record): # what the run has seen: written once, compared when the run goes on
-    if file.exists(): same_data(json.loads(file.read_text()), record["fingerprint"], str(file))
+    if file.exists(): same_data(file, record["fingerprint"])
     else: write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
 
 def _prepare(runs, states, losses, first, clock, record): # the data are those that the run has seen; nothing newer than the checkpoint stays

@@ -66,6 +66,18 @@ def test_compare_of_files_equals_tensors_in_memory(tmp_path, ending):
     assert np.allclose(table.low, want.low, rtol=1e-6) and np.allclose(table.high, want.high, rtol=1e-6)
 
 
+@pytest.mark.parametrize("other", [np.asfortranarray, lambda h: 1e30 * h, lambda h: h + 1e-7 * np.sin(h)], ids=["fortran", "scaled", "rounding"])
+def test_features_that_are_equal_but_for_rounding_have_an_interval(tmp_path, monkeypatch, other):
+    "A tiny drift that no other rows would change: its influences would be noise, and its interval without an end."
+    monkeypatch.chdir(tmp_path)
+    h = np.random.default_rng(0).normal(size=(50, 8))
+    for dtype in ("f4", "f8"):
+        np.save("a.npy", h.astype(dtype)); np.save("b.npy", other(h.astype(dtype)))
+        table = compare(dict(a="a.npy", b="b.npy")).set_index("metric")
+        drift = table.loc["drift"]
+        assert np.isfinite(table[["value", "low", "high"]].astype(float).to_numpy()).all() and drift.low == drift.value == drift.high < 1e-4 and table.value["cka"] > 0.999999
+
+
 def test_other_ways_to_store_an_array(tmp_path):
     h = normal(40, 6).numpy()
     np.save(tmp_path/"f.npy", np.asfortranarray(h)); np.save(tmp_path/"big.npy", h.astype(">f4")); np.save(tmp_path/"long.npy", h.astype(np.longdouble))

@@ -338,25 +338,30 @@ def test_torchrun_says_a_mistake_once(tmp_path):
     assert done.returncode != 0 and done.stderr.count("cl-nscl train: parameter B = 25: cannot be shared by 2 processes") == 1
 
 
-HUNGRY = """
+SICK = """
 import os
 from dataclasses import replace
 import torch
 from cl_nscl.losses import OBJECTIVES
-def hungry(out, y, tau, pairs):
-    if os.environ["RANK"] == "1": torch.empty(2**45)
+def memory(): torch.empty(2**45)
+def value(): raise ValueError("sick")
+def sick(out, y, tau, pairs):
+    if os.environ["RANK"] == "1": {what}()
     return OBJECTIVES["cl"].fn(out, y, tau, pairs)
-OBJECTIVES["hungry"] = replace(OBJECTIVES["cl"], fn=hungry)
+OBJECTIVES["sick"] = replace(OBJECTIVES["cl"], fn=sick)
 """
 
 
-def test_torchrun_says_in_one_line_that_memory_ended(tmp_path):
-    "On the process that it happened to, which is not the one that speaks otherwise."
-    (tmp_path/"hungry.py").write_text(HUNGRY)
-    done = torchrun(2, "digits", "--preset", "smoke", "--objective", "hungry", "--set", "plugins=[hungry.py]", "steps=4", cwd=tmp_path)
-    said = [line for line in done.stderr.splitlines() if line.startswith("cl-nscl train: ")]
-    assert done.returncode != 0 and any("out of memory; fewer jobs at a time need less" in line for line in said), done.stderr
-    assert "in hungry" not in done.stderr, done.stderr
+@pytest.mark.parametrize("code, says", [(SICK.format(what="memory"), "out of memory; fewer jobs at a time need less"), (SICK.format(what="value"), "sick"),
+                                        ("import os\nif os.environ['RANK'] == '1': raise OSError('a folder that is not here')", "plugin 'sick.py': cannot be imported (OSError: a folder that is not here)")],
+                         ids=["memory", "value", "import"])
+def test_torchrun_says_in_one_line_what_happened_to_one_process_alone(tmp_path, code, says):
+    "To the one that does not speak otherwise; the main one, which only lost the other, says nothing."
+    (tmp_path/"sick.py").write_text(code)
+    done = torchrun(2, "digits", "--preset", "smoke", "--objective", "sick" if "sick(" in code else "cl", "--set", "plugins=[sick.py]", "steps=4", cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if line.startswith("cl-nscl train")]
+    assert done.returncode != 0 and len(said) == 1 and said[0].startswith(f"cl-nscl train, process 1: {says}"), done.stderr
+    assert "by peer" not in done.stderr, done.stderr
 
 
 def test_the_number_of_threads_is_the_studys(tmp_path):

@@ -28,7 +28,7 @@ def test_public_name_is_in_the_reference_with_meaning_and_shape(pages, module, n
     if inspect.isclass(thing) and issubclass(thing, Exception): return
     for argument, kind, _, meaning in reference.arguments(thing):
         assert meaning, f"{module}.{name}: {argument} says nothing"
-        if re.search("Tensor|ndarray", kind): assert re.search(r"\[|scalar|Not used", meaning), f"{module}.{name}: {argument} has no shape"
+        if re.search(r"(^|\| )(Tensor|ndarray)\b", kind): assert re.search(r"\[|scalar|Not used", meaning), f"{module}.{name}: {argument} has no shape"
 
 
 def test_every_exported_name_has_a_docstring_and_an_entry(pages):
@@ -45,6 +45,13 @@ def test_errors_are_read_from_the_code():
     assert found["a batch of B = 1 image has no other image to contrast with: B must be at least 2"] == "ValueError"
     assert any(t.startswith("tau must be a finite number > 0") for t in found)
     assert ("UserError", "unknown encoder …; valid: …") in reference.errors("models", "build_twin")
+
+
+def test_types_defaults_and_messages_are_those_of_the_code(pages):
+    rows = lambda module, name: {n: (kind, default) for n, kind, default, _ in reference.arguments(getattr(import_module(f"cl_nscl.{module}"), name))}
+    assert rows("cluster", "submit")["runs"][0] == "list[Run]" and rows("cluster", "state_of")["returns"][0] == "tuple[str, str]" and rows("losses", "cl_loss")["y"][0] == "Tensor | None"
+    assert rows("cluster", "Slurm")["options"] == ("dict", "{}") and not any("<factory>" in p for p in pages.values())
+    assert r"reduction must be \'mean\' or \'none\', not …" in pages["reference/losses.md"] and "`UserError`: -<!-- -->-cluster slurm: needs" in pages["reference/cluster.md"]
 
 
 # ---------------------------------------------------------------- code on pages

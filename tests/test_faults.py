@@ -68,7 +68,16 @@ def other_run(f): # whole, and of another run
     f.unlink(); shutil.copy(new, f.parent)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, foreign_text, other_kind, other_run], ids=lambda f: f.__name__)
+def changed(**values): # whole, of this run and this step, and not as this version writes it; None: the part is missing
+    def damage(f):
+        state = {k: v for k, v in (read_stored(f) | values).items() if v is not None}
+        f.unlink(); write_stored(f.parent, "checkpoint", 8, state)
+    return damage
+older, no_names, other_objective, few_losses, path_outside = changed(losses=None), changed(snapshots=[3]), changed(objective="ce"), changed(losses=torch.zeros(2)), changed(snapshots=["../snapshot"])
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, foreign_text, other_kind, other_run, older, no_names, other_objective, few_losses, path_outside],
+                         ids="cut empty flip foreign_text other_kind other_run older no_names other_objective few_losses path_outside".split())
 def test_R05_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_is_used(tmp_path, through, damage):
     runs, steps = begun(tmp_path, 9), []
     damage(stored_files(runs[0].path, "checkpoint")[8])
@@ -77,6 +86,13 @@ def test_R05_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_is_us
     assert "checkpoint-00000008" in said and "set aside" in said and [*runs[0].path.glob("*.bad")]
     assert steps[0] == 8                                                    # both go on from step 7, the last that they have in common
     assert whole(runs) == whole(through)
+
+
+@pytest.mark.parametrize("bad", [dict(optimizer={}), dict(model=dict(w=torch.ones(2)))], ids=["optimizer", "model"])
+def test_checkpoints_of_another_version_are_named(tmp_path, bad):
+    runs = begun(tmp_path, 9, "cl")
+    changed(**bad)(stored_files(runs[0].path, "checkpoint")[8])
+    with pytest.raises(UserError, match=f"checkpoints of step 8 in {runs[0].path} do not fit this version of the software .*remove them"): train_runs(runs)
 
 
 def test_a_lost_snapshot_is_made_again_and_the_run_is_not_done_meanwhile(tmp_path, through):
@@ -91,6 +107,26 @@ def test_a_lost_snapshot_is_made_again_and_the_run_is_not_done_meanwhile(tmp_pat
     runs[1].snapshots[8].unlink()                                           # removed by hand
     assert not runs[1].done
     quiet(train_runs, runs)
+    assert whole(runs) == whole(through)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"snapshots": 3}', '{"snapshots": []}', '{"snapshots": [null]}', '{"snapshots": ["params.json"]}', '{"snapshots": ["../snapshot"]}'])
+def test_a_damaged_end_mark_is_none_and_the_run_is_finished_again(tmp_path, through, content):
+    runs = twins(tmp_path)
+    train_runs(runs)
+    for r in runs: (r.path/"done.json").write_text(content)
+    assert not any(r.done for r in runs) and [*runs[0].snapshots] == [0, 4, 8, 12, 16]
+    train_runs(runs)
+    assert whole(runs) == whole(through)
+
+
+def test_a_damaged_record_of_the_data_is_named(tmp_path, through):
+    runs = begun(tmp_path, 9)
+    (runs[0].path/"data.json").write_text("{")
+    for call in (train_runs, lambda runs: train_plan(runs, jobs=1)):
+        with pytest.raises(UserError, match=f"{runs[0].path}/data.json: cannot be read .*remove it"): call(runs)
+    (runs[0].path/"data.json").unlink()
+    train_runs(runs)
     assert whole(runs) == whole(through)
 
 
@@ -150,7 +186,7 @@ def test_R03_steps_compare_as_numbers(tmp_path):
     run = stored_run(P, tmp_path)
     run.path.mkdir()
     for t in ("20", "90", "0100", "100"): # by name, 90 would come last
-        f = write_stored(run.path, "checkpoint", int(t), dict(step=int(t), run=run.id, snapshots=[], t=t))
+        f = write_stored(run.path, "checkpoint", int(t), dict(step=int(t), run=run.id, objective="cl", model={}, optimizer={}, losses=torch.zeros(int(t)), snapshots=[]))
         f.rename(f.with_name(f.name.replace(f"{int(t):08d}", t)))
     assert [*stored_files(run.path, "checkpoint")] == [20, 90, 100] and load_checkpoint(run)["step"] == 100
 
@@ -244,6 +280,16 @@ def test_a_read_only_folder_is_one_line_and_exit_code_1(tmp_path):
     finally: subprocess.run(["umount", "-l", str(tmp_path/"runs")], check=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Read-only file system" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path/"results/digits/01_alignment.json").exists()
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_trains(tmp_path):
+    at = tmp_path/"results/digits"
+    at.mkdir(parents=True)
+    mounted(at, "-t", "tmpfs", "-o", "ro", "tmpfs")
+    try: done = command(tmp_path)
+    finally: subprocess.run(["umount", "-l", str(at)], check=True)
+    at.rmdir(); at.write_text("a file")
+    for d in (done, command(tmp_path)): assert d.returncode and "results/digits" in d.stderr and len(d.stderr.strip().splitlines()) == 1 and not (tmp_path/"runs").exists(), d.stderr
 
 
 def test_without_permission_one_line_and_exit_code_1(tmp_path):
@@ -410,7 +456,7 @@ for f in ("good.csv", "good.md"): (o/f).touch()
 (o/"01_x.json").write_text(json.dumps(dict(name="01_x", files=["good.csv", "good.md"])))""" # as save_results leaves them
 
 
-@pytest.mark.parametrize("end, says", [("raise ValueError('no')", "failed in cell .: ValueError: no"), ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"), ("import time; time.sleep(600)", "longer than cell_minutes")])
+@pytest.mark.parametrize("end, says", [("raise ValueError('no')", "failed in cell .: ValueError: no"), ("raise ValueError('no\\n' * 10**5)", r"failed in cell .: ValueError: (no ){9}[no ]{273} \(see [^\n]*\)$"), ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"), ("import time; time.sleep(600)", "longer than cell_minutes")])
 def test_N05_a_failing_dying_or_hanging_notebook_leaves_no_result(tmp_path, end, says):
     "Even one that had already written all of its results; what it left lies apart and is marked, and an earlier result is gone."
     from cl_nscl.report import load_results

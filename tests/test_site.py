@@ -139,6 +139,11 @@ def test_code_of_executed_notebooks_is_folded(site):
     assert page.count("<summary>Code</summary>") > 3 and "<summary>Code</summary>" not in (site/"nbs/experiments/03_temperature.html").read_text(encoding="utf-8")
 
 
+def test_comments_in_code_are_no_headings(site):
+    assert docs.below_title("# a\n\n```bash\n# b\nls\n```\n\n# c") == "## a\n\n```bash\n# b\nls\n```\n\n## c"
+    assert "## makes .venv" not in (site/"nbs/index.html").read_text(encoding="utf-8")
+
+
 def test_charts_keep_their_ids_apart_and_say_what_they_show():
     svg = '<svg class="marks"><g id="a"/><rect fill="url(#a)"/><text>L</text><g aria-label="X-axis titled \'epoch\' for a linear scale"></g></svg>'
     one, two = docs.chart(svg), docs.chart(svg)
@@ -166,12 +171,13 @@ LOOK = """(() => {
       if (cut && !box.classList.contains('more')) wrong.push('chart cut off without a sign');
       if (f.getBoundingClientRect().right > innerWidth + 1 || box.getBoundingClientRect().right > innerWidth + 1) wrong.push('chart wider than the page');
       for (const l of s.querySelectorAll('.role-legend')) if (seen(l) && l.getBoundingClientRect().right > innerWidth + 1) wrong.push(`legend out of sight: ${l.textContent.slice(0, 40)}`);
+      for (const l of s.querySelectorAll('.role-legend text')) if (/…$/.test(l.textContent)) wrong.push(`legend cut short: ${l.textContent}`);
       const small = Math.min(...[...s.querySelectorAll('text')].slice(0, 200).map((e) => parseFloat(getComputedStyle(e).fontSize) * s.getBoundingClientRect().width / s.viewBox.baseVal.width));
       if (small < 5.5) wrong.push(`letters of ${small.toFixed(1)} px`);
     }
     if (f.classList.contains('live') && !f.classList.contains('shown')) wrong.push('interactive chart not drawn');
   }
-  for (const b of document.querySelectorAll('.box, pre')) if (seen(b) && (b.getBoundingClientRect().right > innerWidth + 1 || b.scrollWidth > b.clientWidth + 3 && !b.classList.contains('more'))) wrong.push(`cut off without a sign: ${b.textContent.trim().slice(0, 40)}`);
+  for (const b of document.querySelectorAll('.box, pre, .katex-display')) if (seen(b) && (b.getBoundingClientRect().right > innerWidth + 1 || b.scrollWidth > b.clientWidth + 3 && !b.classList.contains('more'))) wrong.push(`cut off without a sign: ${b.textContent.trim().slice(0, 40)}`);
   if (document.querySelectorAll('h1').length !== 1) wrong.push(`${document.querySelectorAll('h1').length} titles`);
   return wrong;
 })()"""

@@ -111,7 +111,7 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "", folded: bool =
         if ("hide", "") in words or any(w == "default_exp" for w, _ in words): continue
         if c.cell_type == "markdown":
             said = re.sub(r"[*_`$#]|\]\([^)]*\)|\[", "", c.source.strip().split("\n\n")[-1]).strip() or said
-            c.source = re.sub(r"^# ", "## ", figures(links(c.source, here, home or here), here), flags=re.M)
+            c.source = below_title(figures(links(c.source, here, home or here), here))
         if c.cell_type == "code":
             hidden = ("echo", "false") in words
             body = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip("\n")
@@ -125,6 +125,11 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "", folded: bool =
         cells.append(c)
     nb.cells = cells
     return nb
+
+
+def below_title(text: str) -> str:
+    "Headings of the first rank become those of the second, since the page has a title; comments in code stay as they are."
+    return "".join(t if i % 2 else re.sub(r"^# ", "## ", t, flags=re.M) for i, t in enumerate(re.split(r"(^```.*?^```)", text, flags=re.M | re.S)))
 
 
 def links(text: str, here: str, home: str) -> str:
@@ -161,7 +166,7 @@ def results_page(root: Path) -> str:
     "The claims of every data set, by figure, and links to its executed notebooks."
     text = ["---\ntitle: Results\ndescription: Every claim of the paper, with an interval and a verdict, for each data set.\n---\n",
             "A verdict comes from the 95 % interval over seeds: *confirmed* where it lies on the claimed side of zero, *contradicted* where it lies on the other, "
-            "*undecided*, in grey, where it holds zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
+            "*undecided*, in grey, where it holds zero; for a claim that names a margin, such as *falls by less than 0.05*, the margin takes the place of zero. With one seed there is no interval, and a claim is *seen* or *not seen*.\n"]
     for folder in data_sets(root): text += data_set(folder, root)
     return "\n".join(text)
 
@@ -217,8 +222,9 @@ def data_sets(root: Path) -> list[Path]:
 
 def bench_page(root: Path) -> str:
     "The tables of measurements, one after another."
-    tables = [p.read_text(encoding="utf-8") for p in sorted((root/"bench").glob("*.md"))]
-    return "\n\n".join(["---\ntitle: Measurements\ndescription: How fast, how much memory, beside other libraries.\n---", *(re.sub(r"^# ", "## ", t, flags=re.M) for t in tables)]) + "\n"
+    files = {p.stem: p.read_text(encoding="utf-8") for p in sorted((root/"bench").glob("*.md"))}
+    tables = [t if t.startswith("# ") else f"# {name.capitalize()}\n\n{t}" for name, t in files.items()]
+    return "\n\n".join(["---\ntitle: Measurements\ndescription: How fast, how much memory, beside other libraries.\n---", *map(below_title, tables)]) + "\n"
 
 
 # ---------------------------------------------------------------- the three steps

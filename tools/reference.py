@@ -73,11 +73,14 @@ def shown(value: object) -> str:
     "A default or an annotation, as the code would write it."
     if value in (EMPTY, None) or value is type(None): return "" if value is EMPTY else "None"
     if isinstance(value, type) and not hasattr(value, "__args__"): return value.__name__
-    if callable(value) and hasattr(value, "__name__"): return value.__name__
-    return re.sub(r"\b(?:cl_nscl\.\w+|typing|collections\.abc|pathlib|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
+    if callable(value) and hasattr(value, "__name__") and not typing.get_args(value): return value.__name__
+    return re.sub(r"\b(?:cl_nscl\.\w+|typing|collections\.abc|pathlib|torch(?=\.Tensor)|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
 
 
-def _cell(text): return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+def _code(text): return f"`{' '.join(str(text).split())}`".replace("|", "\\|")
+def _cell(text): return _whole(" ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;"))
+def _whole(text): return "".join(t if i % 2 else t.replace("--", "-<!-- -->-") for i, t in enumerate(re.split(r"(`[^`]*`)", text))) # an option keeps both its dashes
+def _verbatim(text): return _whole(re.sub(r"([\\`*_\[\]#.|'\"~$^<>])", r"\\\1", " ".join(text.split()))) # no quote and no formula of Markdown's making
 
 
 def arguments(thing: object) -> list[tuple[str, str, str, str]]:
@@ -87,10 +90,10 @@ def arguments(thing: object) -> list[tuple[str, str, str, str]]:
     try: given = docments(thing, full=True)
     except (TypeError, ValueError): return []
     back = "" if inspect.isclass(thing) else "returns"
-    rows = []
+    rows, made = [], {f.name: f.default_factory() for f in dataclasses.fields(thing) if f.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(thing) else {}
     for name, d in given.items():
         if name in ("self", "cls") or name == "return" and (not back or (d.anno in (EMPTY, None) and not d.docment)): continue
-        default = "" if name == "return" or d.default is EMPTY else repr(d.default) if not callable(d.default) else d.default.__name__
+        default = repr(made[name]) if name in made else "" if name == "return" or d.default is EMPTY else repr(d.default) if not callable(d.default) else d.default.__name__
         rows.append((back if name == "return" else name, shown(d.anno), re.sub(r" at 0x\w+", "", default), d.docment or SAME.get(name) or of_type(d.anno)))
     return rows
 
@@ -115,7 +118,7 @@ def limits(f: dataclasses.Field) -> str:
 def table(rows: list[tuple[str, str, str, str]]) -> str:
     "The arguments as a Markdown table."
     if not rows: return ""
-    code = lambda t: f"`{_cell(t)}`".replace("&lt;", "<") if t else ""
+    code = lambda t: _code(t) if t else ""
     lines = [f"| {'*returns*' if n == 'returns' else code(n)} | {_cell(doc)} | {code(a)} | {code(d)} |" for n, a, d, doc in rows]
     return "\n".join(["| argument | meaning, shape, unit | type | default |", "|---|---|---|---|", *lines])
 
@@ -125,8 +128,8 @@ def constant(module: str, name: str, value: object) -> str:
     line = next((l for l in inspect.getsource(import_module(f"cl_nscl.{module}")).splitlines() if re.match(rf"{name}\b[^=]*=", l)), "")
     note = line.split("# ", 1)[1] if "# " in line else ""
     if isinstance(value, dict): held = f"A dictionary: {', '.join(f'`{k}`' for k in value)}." if value else "A dictionary."
-    elif isinstance(value, (tuple, list)) and len(value) < 30: held = f"`{_cell(value)}`" if len(str(value)) < 200 else f"{len(value)} items."
-    else: held = f"`{_cell(shown(value))}`"
+    elif isinstance(value, (tuple, list)) and len(value) < 30: held = _code(value) if len(str(value)) < 200 else f"{len(value)} items."
+    else: held = _code(shown(value))
     return "\n\n".join(filter(None, [note[:1].upper() + note[1:] + "." if note else "", held]))
 
 
@@ -151,7 +154,7 @@ def entry(module: str, name: str, notebook: Path) -> str:
     rows = [] if inspect.isclass(thing) and issubclass(thing, Exception) else arguments(thing)
     parts.append(table(rows))
     if inspect.isclass(thing): parts.append("\n".join(members(thing)))
-    if said := errors(module, name): parts.append("**Errors**\n\n" + "\n".join(f"- `{kind}`: {_cell(text)}" for kind, text in said))
+    if said := errors(module, name): parts.append("**Errors**\n\n" + "\n".join(f"- `{kind}`: {_verbatim(text)}" for kind, text in said))
     try: code = inspect.getsource(thing).rstrip()
     except (OSError, TypeError): code = ""
     if code: parts.append(f"```{{=html}}\n<details><summary>Source</summary>\n```\n\n````python\n{code}\n````\n\n```{{=html}}\n</details>\n```")

@@ -43,7 +43,7 @@
     return {
       background: "transparent", tooltipFormat: { numberFormat: ".4~r" }, mark: { tooltip: { content: "encoding" } }, font: "system-ui, sans-serif", view: { stroke: soft },
       axis: { labelColor: ink, titleColor: ink, gridColor: soft, domainColor: soft, tickColor: soft },
-      legend: { labelColor: ink, titleColor: ink, ...(narrow ? { columns: 2, orient: "bottom" } : {}) },
+      legend: { labelColor: ink, titleColor: ink, labelLimit: 0, ...(narrow ? { columns: 2, orient: "bottom" } : {}) },
       header: { labelColor: ink, titleColor: ink }, title: { color: ink, subtitleColor: ink, fontSize: 13 },
       text: { color: ink }, rule: { color: ink },
     };
@@ -129,7 +129,7 @@
   // what scrolls can be reached by keyboard, and shows that there is more
   const more = (e) => { const b = e.target; b.classList.toggle("more", b.scrollLeft + b.clientWidth < b.scrollWidth - 2); };
   const reach = () => {
-    for (const b of document.querySelectorAll(".box, .drawn, pre")) more({ target: b });
+    for (const b of document.querySelectorAll("pre, .box, .drawn, .katex-display")) more({ target: b });
     for (const b of document.querySelectorAll("pre, .box, .drawn, .katex-display"))
       if (b.scrollWidth > b.clientWidth + 1 && !b.hasAttribute("tabindex")) {
         b.tabIndex = 0;
