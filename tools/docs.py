@@ -115,7 +115,7 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "", folded: bool =
         if ("hide", "") in words or any(w == "default_exp" for w, _ in words): continue
         if c.cell_type == "markdown":
             said = re.sub(r"[*_`$#]|\]\([^)]*\)|\[", "", c.source.strip().split("\n\n")[-1]).strip() or said
-            c.source = re.sub(r"^# ", "## ", figures(links(c.source, here, home or here), here), flags=re.M)
+            c.source = re.sub(r"(```.*?```)|^# ", lambda m: m[1] or "## ", figures(links(c.source, here, home or here), here), flags=re.M | re.S)
         if c.cell_type == "code":
             hidden = ("echo", "false") in words
             body = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip("\n")
@@ -211,7 +211,7 @@ def with_results(config: dict, root: Path) -> dict:
     entries = config["website"]["sidebar"]["contents"]
     entries[:] = [dict(section="Results", href="results/index.md", contents=parts) if e == {"auto": "results/**"} else e for e in entries]
     for e in entries: # a pattern of names, such as [0-9]*, would be one level more in Quarto
-        if isinstance(e.get("contents"), str) and "[" in e["contents"]: e["contents"] = [p.relative_to(root).as_posix() for p in sorted(root.glob(e["contents"]))]
+        if isinstance(e, dict) and isinstance(e.get("contents"), str) and "[" in e["contents"]: e["contents"] = [p.relative_to(root).as_posix() for p in sorted(root.glob(e["contents"]))]
     return config
 
 
@@ -290,8 +290,9 @@ def finish(out: Path) -> None:
         text = CDN.sub(f"{up}site_libs/katex/", p.read_text(encoding="utf-8"))
         text = re.sub(r'<div class="box">\s*(<table\b.*?</table>)\s*</div>', r"\1", text, flags=re.S)
         text = re.sub(r"(<table\b.*?</table>)", r'<div class="box">\1</div>', text, flags=re.S)
+        text = re.sub(r"(?<!<pre>)<code>[^<]*</code>", lambda m: m[0].replace("\\|", "|"), text) # a table's code needs the backslash, and Quarto shows it
         text = text.replace('role="navigation" aria-expanded', 'role="button" tabindex="0" aria-expanded')
-        text = re.sub(r'<h1 (class="quarto-secondary-nav-title.*?)</h1>', r"<span \1</span>", text, flags=re.S) # a page has one title
+        text = re.sub(r'<h1 class="quarto-secondary-nav-title.*?</h1>', "", text, flags=re.S).replace('class="title d-none d-lg-block"', 'class="title"') # one title, on the page
         vega = f'<script src="{up}site_libs/vega.js" defer></script>' if 'class="spec"' in text else ""
         p.write_text(text.replace("</head>", f'{vega}<script src="{up}site_libs/site.js" defer></script></head>', 1), encoding="utf-8")
     (out/"index.html").write_text('<!doctype html><html lang="en"><meta charset="utf-8"><title>cl_nscl</title><meta http-equiv="refresh" content="0; url=nbs/index.html">'

@@ -74,6 +74,7 @@ def shown(value: object) -> str:
     if value in (EMPTY, None) or value is type(None): return "" if value is EMPTY else "None"
     if isinstance(value, type) and not hasattr(value, "__args__"): return value.__name__
     if callable(value) and hasattr(value, "__name__"): return value.__name__
+    if isinstance(value, frozenset): return f"{{{', '.join(map(repr, sorted(value)))}}}"
     return re.sub(r"\b(?:cl_nscl\.\w+|typing|collections\.abc|pathlib|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
 
 
@@ -125,8 +126,8 @@ def constant(module: str, name: str, value: object) -> str:
     line = next((l for l in inspect.getsource(import_module(f"cl_nscl.{module}")).splitlines() if re.match(rf"{name}\b[^=]*=", l)), "")
     note = line.split("# ", 1)[1] if "# " in line else ""
     if isinstance(value, dict): held = f"A dictionary: {', '.join(f'`{k}`' for k in value)}." if value else "A dictionary."
-    elif isinstance(value, (tuple, list)) and len(value) < 30: held = f"`{_cell(value)}`" if len(str(value)) < 200 else f"{len(value)} items."
-    else: held = f"`{_cell(shown(value))}`"
+    elif isinstance(value, (tuple, list)): held = f"`{value}`" if len(str(value)) < 200 else f"{len(value)} items."
+    else: held = f"``{' '.join(shown(value).split())}``"
     return "\n\n".join(filter(None, [note[:1].upper() + note[1:] + "." if note else "", held]))
 
 
@@ -151,7 +152,7 @@ def entry(module: str, name: str, notebook: Path) -> str:
     rows = [] if inspect.isclass(thing) and issubclass(thing, Exception) else arguments(thing)
     parts.append(table(rows))
     if inspect.isclass(thing): parts.append("\n".join(members(thing)))
-    if said := errors(module, name): parts.append("**Errors**\n\n" + "\n".join(f"- `{kind}`: {_cell(text)}" for kind, text in said))
+    if said := errors(module, name): parts.append("**Errors**\n\n" + "\n".join(f"- `{kind}`: {_cell(text).replace('[', chr(92) + '[')}" for kind, text in said))
     try: code = inspect.getsource(thing).rstrip()
     except (OSError, TypeError): code = ""
     if code: parts.append(f"```{{=html}}\n<details><summary>Source</summary>\n```\n\n````python\n{code}\n````\n\n```{{=html}}\n</details>\n```")
