@@ -7,7 +7,7 @@ import functools, html.parser, http.server, json, os, re, shutil, sys, threading
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
-import nbformat, pytest
+import nbformat, pytest, yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOTS = ROOT/"build/screenshots"
@@ -153,6 +153,57 @@ def test_charts_keep_their_ids_apart_and_say_what_they_show():
     assert "<\\/script>" in docs.chart(svg, {"description": "d", "x": "</script>"})
 
 
+QUARTO = """<!DOCTYPE html><html lang="en"><head><title>T</title><script src="https://cdn.jsdelivr.net/npm/katex@latest/dist/katex.min.js"></script></head><body>
+<a class="flex-grow-1 no-decor" role="navigation">
+  <h1 class="quarto-secondary-nav-title">T</h1>
+</a>
+<main><h1 class="title d-none d-lg-block">T</h1><div class="box">
+
+<table class="caption-top table"><tr><td><code>int \\| None</code></td></tr></table>
+</div><pre><code>a \\| b</code></pre></main></body></html>"""
+
+
+@pytest.fixture
+def quarto(tmp_path, monkeypatch):
+    "A command of that name, which writes one page as Quarto writes it; fails if told so."
+    command = tmp_path/"bin/quarto"
+    command.parent.mkdir()
+    (tmp_path/"page.html").write_text(QUARTO)
+    command.write_text(f'#!/bin/sh\n[ -e {tmp_path}/fails ] && exit 1\nmkdir -p "$2/_site/nbs" && cp {tmp_path}/page.html "$2/_site/nbs/index.html" && echo first > "$2/_site/index.html"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    (tmp_path/"stage").mkdir(); shutil.copy(ROOT/"_quarto.yml", tmp_path/"stage")
+    return tmp_path
+
+
+def test_a_page_by_quarto_needs_no_network_and_has_one_title(quarto):
+    docs.render(quarto/"stage", quarto/"_docs"); docs.finish(quarto/"_docs")
+    page = (quarto/"_docs/nbs/index.html").read_text()
+    assert "https:" not in page and "../site_libs/katex/katex.min.js" in page
+    assert re.findall("<h1.*?>", page) == ['<h1 class="title">'] and page.count('<div class="box"><table') == page.count('class="box"') == 1
+    assert "<code>int | None</code>" in page and "<pre><code>a \\| b</code></pre>" in page
+    assert "url=nbs/index.html" in (quarto/"_docs/index.html").read_text()
+
+
+def test_quarto_that_fails_leaves_the_site_as_it_was(quarto):
+    (quarto/"fails").touch()
+    with pytest.raises(docs.Refused, match="quarto render says why"): docs.render(quarto/"stage", quarto/"_docs")
+    assert not (quarto/"_docs").exists()
+
+
+def test_what_the_page_shows_is_markdown_or_text():
+    "An output of HTML would make Quarto load require.js from a network; a comment in code is no heading."
+    nb = docs.page(nbformat.read(ROOT/"nbs/index.ipynb", 4), "nbs")
+    assert not [o for c in nb.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})]
+    assert "\n# makes .venv" in "\n".join(c.source for c in nb.cells)
+
+
+def test_the_pages_of_the_library_stand_in_the_sidebar_by_name():
+    entries = docs.with_results(yaml.safe_load((ROOT/"_quarto.yml").read_text()), ROOT)["website"]["sidebar"]["contents"]
+    library = next(e["contents"] for e in entries if e.get("section") == "Library")
+    assert library[0] == "nbs/00_core.ipynb" and library == sorted(library)
+
+
 # ---------------------------------------------------------------- in the browser
 
 LOOK = """(() => {
@@ -205,9 +256,10 @@ def test_the_first_page_leads_home(browser, url):
 
 def test_search_finds_CKA(browser, url):
     browser.open(f"{url}/nbs/index.html")
-    browser.run("(() => { const i = document.querySelector('.smalldocs-search input'); i.focus(); i.value = 'CKA'; i.dispatchEvent(new Event('input')); })()")
-    assert browser.until("document.querySelectorAll('.search-result').length > 3")
-    found = browser.run("[...document.querySelectorAll('.search-result')].map((a) => a.getAttribute('href'))")
+    browser.until("!!document.querySelector('#quarto-search input')")
+    browser.run("(() => { const i = document.querySelector('#quarto-search input'); i.focus(); i.value = 'CKA'; i.dispatchEvent(new Event('input', {bubbles: true})); })()")
+    assert browser.until("document.querySelectorAll('.search-result, .search-result-link').length > 3")
+    found = browser.run("[...document.querySelectorAll('.search-result, .search-result-link')].map((a) => a.getAttribute('href'))")
     assert any("21_similarity" in h or "similarity" in h for h in found), found
 
 
@@ -219,7 +271,7 @@ def test_light_and_dark_by_the_switch(browser, url):
     browser.run("document.querySelector('.quarto-color-scheme-toggle').click()")
     browser.until(f"({paint})[0] != '{light[0]}' && ({paint})[1] != '{light[1]}'")
     browser.open(f"{url}/nbs/learn/idea.html")
-    browser.until("document.documentElement.classList.contains('quarto-dark')")
+    browser.until("!!document.querySelector('html.quarto-dark, body.quarto-dark')")
     browser.run("document.querySelector('.quarto-color-scheme-toggle').click(); localStorage.clear()")
 
 

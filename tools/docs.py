@@ -18,7 +18,7 @@ from nbformat.v4 import new_output, new_raw_cell
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT/"tools/web"
 VEGA = re.compile(r"application/vnd\.vegalite\.v\d+\+json")
-CDN = re.compile(r"https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist(?:/contrib)?/")
+CDN = re.compile(r"https://cdn\.jsdelivr\.net/npm/katex@[\w.]+/dist(?:/contrib)?/")
 
 
 class Refused(SystemExit):
@@ -82,19 +82,23 @@ def chart(svg: str, spec: dict | None = None) -> str:
     return f'<figure class="chart{" live" if spec else ""}"><div class="drawn">{svg}</div>{more}</figure>'
 
 
-def _output(o, specs, about):
-    "An output as the site shows it; `about` is the text of a picture that is no chart."
+def _output(o, specs, about, here):
+    "An output, of a notebook in the folder `here`, as the site shows it; `about` is the text of a picture that is no chart."
     data = o.get("data", {})
     svg = "".join(data.get("image/svg+xml", ""))
     if svg:
         spec = next((data[m] for m in data if VEGA.fullmatch(m)), None) or next((s for plain, s in specs if plain == _plain(svg)), None)
-        return new_output("display_data", {"text/html": chart(svg, spec)})
+        return _raw(chart(svg, spec))
     if "text/html" in data:
         text = re.sub(r"<style scoped>.*?</style>", "", "".join(data["text/html"]), flags=re.S)
-        data["text/html"] = re.sub(r' (?:border="1"|style="text-align: right;")', "", text)
+        return _raw(re.sub(r' (?:border="1"|style="text-align: right;")', "", text))
+    if "text/markdown" in data: data["text/markdown"] = figures("".join(data["text/markdown"]), here)
     elif kind := next((k for k in ("image/png", "image/jpeg") if k in data), None):
-        return new_output("display_data", {"text/html": f'<img class="img-fluid" alt="{html.escape(about)}" src="data:{kind};base64,{"".join(data[kind]).strip()}">'})
+        return _raw(f'<img class="img-fluid" alt="{html.escape(about)}" src="data:{kind};base64,{"".join(data[kind]).strip()}">')
     return o
+
+
+def _raw(text): return new_output("display_data", {"text/markdown": f"```{{=html}}\n{text}\n```\n"}) # for an output of HTML Quarto would load require.js from a network
 
 
 # ---------------------------------------------------------------- a page
@@ -120,7 +124,7 @@ def page(nb, here: str, specs=(), home: str = "", note: str = "", folded: bool =
             keep = "".join(f"{l}\n" for l in c.source.splitlines() if re.match(r"#\| (?:code-fold|code-summary):", l))
             if folded and not keep and not tags: keep = "#| code-fold: true\n#| code-summary: Code\n"
             top = "#| echo: false\n" + keep if hidden else keep + "".join(f"#| code-fold: true\n#| code-summary: {fold[t]}\n" for t in fold if t in tags)
-            c.source, c.outputs = top + body, [_output(o, specs, alt[1].strip() if alt else said) for o in c.outputs]
+            c.source, c.outputs = top + body, [_output(o, specs, alt[1].strip() if alt else said, here) for o in c.outputs]
             if not body and not c.outputs: continue
         cells.append(c)
     nb.cells = cells
@@ -148,11 +152,11 @@ def links(text: str, here: str, home: str) -> str:
 def figures(text: str, here: str) -> str:
     "Pictures of charts become the charts themselves."
     def live(m):
-        svg = (ROOT/here/re.search(r'src="([^"]+)"', m[0])[1]).resolve()
+        svg = (ROOT/here/(re.search(r'src="([^"]+)"', m[0]) or re.search(r"\(([^)]+)", m[0]))[1]).resolve()
         spec = svg.with_suffix(".json")
         if svg.suffix != ".svg" or not spec.exists(): return m[0]
         return f"\n```{{=html}}\n{chart(svg.read_text(encoding='utf-8'), json.loads(spec.read_text(encoding='utf-8')))}\n```\n"
-    return re.sub(r"<img [^>]*>", live, text)
+    return re.sub(r"<img [^>]*>|!\[[^\]]*\]\([^)]+\)", live, text)
 
 
 # ---------------------------------------------------------------- pages that are made
@@ -207,10 +211,12 @@ def name_of(folder: Path, root: Path) -> str:
 
 
 def with_results(config: dict, root: Path) -> dict:
-    "The settings of the site, with a section of the sidebar for each folder of results that is there, in place of `auto`."
+    "The settings of the site, with a section of the sidebar for each folder of results that is there, in place of `auto`, and the pages in place of a pattern."
     parts = [dict(section=name_of(d, root), contents=f"{d.relative_to(root).as_posix()}/*.ipynb") for d in data_sets(root)]
     entries = config["website"]["sidebar"]["contents"]
     entries[:] = [dict(section="Results", href="results/index.md", contents=parts) if e == {"auto": "results/**"} else e for e in entries]
+    for e in entries: # a pattern of names, such as [0-9]*, would be one level more in Quarto
+        if isinstance(e, dict) and isinstance(e.get("contents"), str) and "[" in e["contents"]: e["contents"] = [p.relative_to(root).as_posix() for p in sorted(root.glob(e["contents"]))]
     return config
 
 
@@ -255,7 +261,7 @@ def stage(root: Path, to: Path) -> None:
     (to/"_quarto.yml").write_text(yaml.safe_dump(with_results(yaml.safe_load((root/"_quarto.yml").read_text(encoding="utf-8")), root), sort_keys=False))
     for d in data_sets(root):
         for f in [*d.glob("*.csv"), *d.glob("*.html"), *d.glob("*.svg"), *d.glob("*.png")]: shutil.copy(f, to/f.relative_to(root))
-    for name in ("site.css", "favicon.svg"):
+    for name in ("site.css", "dark.scss", "favicon.svg"):
         (to/"tools/web").mkdir(parents=True, exist_ok=True); shutil.copy(WEB/name, to/"tools/web")
 
 
@@ -266,10 +272,10 @@ def render(folder: Path, out: Path) -> None:
     config["project"]["output-dir"] = "_site"
     if shutil.which("quarto"):
         (folder/"_quarto.yml").write_text(yaml.safe_dump(config, sort_keys=False))
-        subprocess.run(["quarto", "render", str(folder), "--no-execute"], check=True)
+        if subprocess.run(["quarto", "render", str(folder), "--no-execute"]).returncode: raise Refused("the site is not built: quarto render says why")
     else:
         from smalldocs.site import build
-        config["format"]["html"].pop("html-math-method", None)
+        for key in ("html-math-method", "respect-user-color-scheme"): config["format"]["html"].pop(key, None) # it does both unasked
         (folder/"_quarto.yml").write_text(yaml.safe_dump(config, sort_keys=False))
         site = build(folder, quiet=True)
         if site.warnings: raise Refused("the site is not built:\n  " + "\n  ".join(site.warnings))
@@ -288,13 +294,15 @@ def finish(out: Path) -> None:
         if p.relative_to(out).parts[0] == "site_libs" or p.name == "summary.html": continue
         up = "../" * (len(p.relative_to(out).parts) - 1)
         text = CDN.sub(f"{up}site_libs/katex/", p.read_text(encoding="utf-8"))
-        text = re.sub(r"(?<!<div class=\"box\">)(<table\b.*?</table>)", r'<div class="box">\1</div>', text, flags=re.S)
+        text = re.sub(r'<div class="box">\s*(<table\b.*?</table>)\s*</div>', r"\1", text, flags=re.S)
+        text = re.sub(r"(<table\b.*?</table>)", r'<div class="box">\1</div>', text, flags=re.S)
+        text = re.sub(r"(?<!<pre>)<code>[^<]*</code>", lambda m: m[0].replace("\\|", "|"), text) # a table's code needs the backslash, and Quarto shows it
         text = text.replace('role="navigation" aria-expanded', 'role="button" tabindex="0" aria-expanded')
+        text = re.sub(r'<h1 class="quarto-secondary-nav-title.*?</h1>', "", text, flags=re.S).replace('class="title d-none d-lg-block"', 'class="title"') # one title, on the page
         vega = f'<script src="{up}site_libs/vega.js" defer></script>' if 'class="spec"' in text else ""
         p.write_text(text.replace("</head>", f'{vega}<script src="{up}site_libs/site.js" defer></script></head>', 1), encoding="utf-8")
-    if not (out/"index.html").exists():
-        (out/"index.html").write_text('<!doctype html><html lang="en"><meta charset="utf-8"><title>cl_nscl</title><meta http-equiv="refresh" content="0; url=nbs/index.html">'
-                                      '<p><a href="nbs/index.html">cl_nscl</a></p></html>\n', encoding="utf-8")
+    (out/"index.html").write_text('<!doctype html><html lang="en"><meta charset="utf-8"><title>cl_nscl</title><meta http-equiv="refresh" content="0; url=nbs/index.html">'
+                                  '<p><a href="nbs/index.html">cl_nscl</a></p></html>\n', encoding="utf-8")
 
 
 def build_site(out: Path | None = None, root: Path = ROOT) -> Path:

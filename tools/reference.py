@@ -74,6 +74,7 @@ def shown(value: object) -> str:
     if value in (EMPTY, None) or value is type(None): return "" if value is EMPTY else "None"
     if isinstance(value, type) and not hasattr(value, "__args__"): return value.__name__
     if callable(value) and hasattr(value, "__name__") and not typing.get_args(value): return value.__name__
+    if isinstance(value, frozenset): return f"{{{', '.join(map(repr, sorted(value)))}}}"
     return re.sub(r"\b(?:cl_nscl\.\w+|typing|collections\.abc|pathlib|torch(?=\.Tensor)|torch\.nn\.modules\.\w+|pandas(?:\.\w+)*|altair(?:\.\w+)+)\.", "", str(value) if not isinstance(value, str) else value)
 
 
@@ -128,7 +129,7 @@ def constant(module: str, name: str, value: object) -> str:
     line = next((l for l in inspect.getsource(import_module(f"cl_nscl.{module}")).splitlines() if re.match(rf"{name}\b[^=]*=", l)), "")
     note = line.split("# ", 1)[1] if "# " in line else ""
     if isinstance(value, dict): held = f"A dictionary: {', '.join(f'`{k}`' for k in value)}." if value else "A dictionary."
-    elif isinstance(value, (tuple, list)) and len(value) < 30: held = _code(value) if len(str(value)) < 200 else f"{len(value)} items."
+    elif isinstance(value, (tuple, list)): held = _code(value) if len(str(value)) < 200 else f"{len(value)} items."
     else: held = _code(shown(value))
     return "\n\n".join(filter(None, [note[:1].upper() + note[1:] + "." if note else "", held]))
 
