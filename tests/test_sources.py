@@ -505,6 +505,26 @@ def test_unlabelled_test_splits_are_passed_over_and_a_lone_training_split_is_div
     assert sources.hub_source("mine", dict(train=words, test=words)).class_names == ("cat", "dog")
 
 
+@pytest.mark.parametrize("kind", ["in memory", "save_to_disk", "parquet"])
+def test_splits_that_list_their_classes_in_another_order_agree_on_what_a_label_is(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path/"cache"))
+    splits = datasets.DatasetDict(train=table(6), test=table(4, 50, names=("yes", "no")))
+    if kind == "save_to_disk": splits.save_to_disk(str(tmp_path/"copy"))
+    if kind == "parquet":
+        (tmp_path/"copy").mkdir()
+        for s, t in splits.items(): t.to_parquet(str(tmp_path/f"copy/{s}.parquet"))
+    src = sources.hub_source("mine", dict(splits) if kind == "in memory" else sources.local_tables(tmp_path/"copy"))
+    assert (src.class_names, src.train[0].tolist(), src.test[0].tolist()) == (("no", "yes"), [0, 1] * 3, [1, 0] * 2)
+
+
+def test_a_test_split_with_a_class_of_its_own_is_refused():
+    with pytest.raises(UserError, match="class 'maybe' of the test split is none of the training split"): sources.hub_source("mine", dict(train=table(6), test=table(4, 50, names=("no", "maybe"))))
+    numbers = table(4).remove_columns("label").add_column("label", [0, 1, 5, 0])
+    with pytest.raises(UserError, match="mine: 5 in column 'label' is no class"): sources.hub_source("mine", dict(train=table(6), test=numbers))
+    words = table(4).remove_columns("label").add_column("label", ["yes", "no", "no", "no"])
+    assert sources.hub_source("mine", dict(train=table(6), test=words)).test[0].tolist() == [1, 0, 0, 0]
+
+
 @pytest.mark.parametrize("column, says", [([0, None, 1, None, 0, 1], "2 of 6 rows"), (["a", "b", None, "a", "b", "a"], "1 of 6 rows"), ([0, 1, -1, 0, 1, 0], "1 of 6 rows"), ([0.0, 1.0, float("nan"), 0.0, 1.0, 1.0], "1 of 6 rows"),
                                           ([[0, 1]] * 6, "not one label for a row")], ids=["numbers", "words", "negative", "nan", "lists"])
 def test_training_rows_without_a_label_are_no_class(column, says):
