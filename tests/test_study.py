@@ -77,6 +77,13 @@ def test_loss_gap_stays_between_zero_and_its_bound(whole):
     assert claims[claims.index.str.contains("bound|negative")].gt(0).all()
 
 
+def test_nothing_is_claimed_of_a_course_that_no_snapshot_shows(tmp_path):
+    "One snapshot after the start: no growth, no fall; and the start itself, where all twins are one model, is no snapshot to fall from."
+    done = call("--experiment", "01_alignment", "06_collapse", "--set", "snapshots=1", "long=3", "seeds=2", "objectives=[cl, nscl]", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "grows" not in done.stdout and "falls" not in done.stdout and (tmp_path/"results/digits/06_collapse.json").exists()
+
+
 def test_results_are_small(whole):
     assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 3.5e6
 
