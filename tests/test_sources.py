@@ -144,6 +144,17 @@ def test_D01_tiny_imagenets_test_labels_come_from_its_text_file(tmp_path):
     with pytest.raises(UserError, match="val_2.JPEG: is missing; 1 of 4 images"): open_source("tiny_imagenet", str(tmp_path))
 
 
+@pytest.mark.parametrize("classes, printed", [([], True), ([0, 1], False)])
+def test_the_papers_accuracies_stand_beside_all_classes_and_not_beside_some(tmp_path, classes, printed):
+    tiny(tmp_path/"tiny-imagenet-200", (16, 16))
+    args = [sys.executable, "-m", "cl_nscl.run", "reproduce", "tiny_imagenet", "--preset", "smoke", "--experiment", "05_downstream", "--jobs", "1",
+            "--set", f"root={tmp_path}", "size=16", "n_train=0", "B=4", "epochs=1", "snapshots=1", "objectives=[scl, ce]", f"classes={classes}"]
+    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert ("(paper)" in (tmp_path/"results/tiny_imagenet/table1.csv").read_text()) == printed
+    assert ("the paper's value" in (tmp_path/"results/tiny_imagenet/table1_chart.json").read_text()) == printed
+
+
 @pytest.mark.parametrize("text, says", [
     ("val_0.JPEG n01 0 0\nval_1.JPEG n01 0 0\n", "val_annotations.txt, line 1: must hold class and file, separated by"), ("", "val_annotations.txt: is empty"),
     (b"val_0.JPEG\tn\xff1\n", "val_annotations.txt: cannot be read as a table"), ("val_0.JPEG\tn01\nval_0.JPEG\tn02\n", "val_0.JPEG is named twice, as n01 and as n02"),
