@@ -321,12 +321,13 @@ def experiments_of(
     for name in asked: pick(POINTS, name, "experiment")
     return [name for name in POINTS if name in asked]
 
-# %% ../nbs/45_plan.ipynb #6c52397d
+# %% ../nbs/45_plan.ipynb #431f0797
 _SWEPT = {"02_classes": "class_counts", "03_temperature": "taus", "04_batch_size": "batch_sizes", "08_loss_gap": "class_counts"}
 
 def _measurable(s, name): # before anything trains: what its notebook would refuse at the end
     field = _SWEPT.get(name)
     if field and len(values := getattr(s, field)) < 2: raise UserError(f"parameter {field} = {list(values)}: must be two values or more, as {name} shows a trend; or leave that experiment out")
+    if s.steps and (field or name == "06_collapse"): raise UserError(f"parameter steps = {s.steps}: must be 0 for {name}, whose runs are as long as epochs, sweep_epochs, class_epochs and long say")
     if name == "08_loss_gap" and 0 < s.n_ref < s.B: raise UserError(f"parameter n_ref = {s.n_ref}: must be at least B = {s.B} for {name}, or 0 for all images")
 
 def plan(

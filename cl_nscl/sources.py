@@ -178,7 +178,7 @@ def hub_columns(
     if not label: raise UserError(f"{name}: which column holds the labels? Name it with the parameter labels; its columns: {', '.join(features)}")
     return images[0], label
 
-# %% ../nbs/04_sources.ipynb #fe4480c1
+# %% ../nbs/04_sources.ipynb #c825dacd
 def _classes(table, column): # -> labels, names of the classes or the values themselves
     feature, values = table.features[column], table.select_columns([column])[:][column]
     return values, getattr(feature, "names", None)
@@ -190,13 +190,19 @@ def _held_out(splits, label): # the first split beside the training split whose 
     whole = lambda t: label in t.features and len(t) and not _unlabelled(_classes(t, label)[0])
     return next((t for t in (*HELD_OUT, "dev") if t in splits and whole(splits[t])), None)
 
+def _as_ours(name, values, theirs, ours): # labels of the test split as the training split numbers them: each table may list the classes in an order of its own
+    words = [theirs[v] for v in values] if theirs else values
+    if not ours or theirs == ours or not any(isinstance(w, str) for w in words): return values
+    if odd := sorted({*words} - {*ours}, key=str): raise UserError(f"{name}: class {odd[0]!r} of the test split is none of the training split, such as {ours[0]!r}")
+    return [*map({w: i for i, w in enumerate(ours)}.get, words)]
+
 def _numbered(name, label, values, values_test, names): # -> labels of the training and of the test split as positions among the classes; the classes
     if odd := [v for v in values if isinstance(v, (list, dict))]: raise UserError(f"{name}: column {label!r} holds {odd[0]!r}, not one label for a row; name another column with the parameter labels")
     if n := _unlabelled(values):
         raise UserError(f"{name}: {n} of {len(values)} rows of the training split have no label in column {label!r}; remove them from a copy, or name another column with the parameter labels")
     kinds = range(len(names)) if names else sorted({*values, *values_test}, key=lambda v: (isinstance(v, str), v))
     of = {v: i for i, v in enumerate(kinds)}
-    if bad := sorted({v for v in values if v not in of}, key=str): raise UserError(f"{name}: {bad[0]!r} in column {label!r} of the training split is no class")
+    if bad := sorted({v for v in (*values, *values_test) if v not in of}, key=str): raise UserError(f"{name}: {bad[0]!r} in column {label!r} is no class")
     y, y_test = (torch.tensor([of[v] for v in vs], dtype=torch.int64) for vs in (values, values_test))
     return y, y_test, tuple(map(str, names or kinds))
 
@@ -205,7 +211,7 @@ def _hold_out(y, ids): # one fifth of each class, the same for everyone -> train
     out = torch.zeros(len(y), dtype=torch.bool); out[take] = True
     return (y[~out], ids[~out]), (y[out], ids[out])
 
-# %% ../nbs/04_sources.ipynb #fa1db1d8
+# %% ../nbs/04_sources.ipynb #76c90d08
 def _cells(table, column): # the column of images alone, encoded
     datasets, alone = _library(), table.select_columns([column])
     return alone.cast_column(column, datasets.Image(decode=False)) if isinstance(table.features[column], datasets.Image) else alone
@@ -220,7 +226,8 @@ def hub_source(
     if "train" not in splits: raise UserError(f"{name}: has no training split; its splits: {', '.join(splits)}")
     image, label = hub_columns(splits["train"].features, labels, name)
     held = _held_out(splits, label)
-    y, y_test, classes = _numbered(name, label, _classes(splits["train"], label)[0], _classes(splits[held], label)[0] if held else [], _classes(splits["train"], label)[1])
+    (values, names), (values_test, theirs) = _classes(splits["train"], label), _classes(splits[held], label) if held else ([], None)
+    y, y_test, classes = _numbered(name, label, values, _as_ours(name, values_test, theirs, names), names)
     train, test = (y, torch.arange(len(y))), (y_test, torch.arange(len(y), len(y) + len(y_test)))
     if not held: train, test = _hold_out(*train)
     rows = Rows(_cells(splits["train"], image), _cells(splits[held], image) if held else (), name)
@@ -229,7 +236,7 @@ def hub_source(
     return Source(train, test, partial(decoded, rows), tuple(range(len(classes))), classes, mean, std, opened=rows, listing=sample_hash(rows.raw, torch.arange(len(y))),
                   found=dict(splits=["train", held or "a fifth of train"], columns=[image, label]))
 
-# %% ../nbs/04_sources.ipynb #a44c3c65
+# %% ../nbs/04_sources.ipynb #c41d8765
 def local_tables(
     folder: Path, # Maybe holds such a copy
 ) -> dict | None: # Split and Dataset; `None`: no such copy there
@@ -241,7 +248,7 @@ def local_tables(
     if not files: return None
     by_split = {}
     for p in files: by_split.setdefault(_split_of(p.relative_to(folder)), []).append(str(p))
-    return dict(_library().load_dataset("parquet", data_files=by_split))
+    return {s: _library().load_dataset("parquet", data_files={s: paths})[s] for s, paths in by_split.items()} # together they would all have the classes of one
 
 def _split_of(path): # of a parquet file: the first word of its name or of one of its folders that is a split
     words = [w for part in (path.stem, *reversed(path.parts[:-1])) for w in part.lower().replace("-", " ").replace("_", " ").replace(".", " ").split()]

@@ -43,6 +43,12 @@ def test_M19_twins_start_as_one_model(study):
     assert (rows[gap].value == 0).all() and (rows[~gap].value - 1).abs().max() < 1e-6 and set(rows[~gap].split) == {"train", "test"}
 
 
+def test_claims_about_the_control_are_not_the_papers(study):
+    claims = pd.read_csv(study[0]/"results/digits/claims.csv", keep_default_na=False)
+    control = claims[claims.claim.str.contains("other batches and views")]
+    assert len(control) == 5 and set(control.figure) == {""} and "" not in set(claims.figure[claims.index.difference(control.index)])
+
+
 def test_charts_hold_the_numbers(study):
     for name in ("figure1", "figure2"):
         text = (study[0]/f"results/digits/{name}.json").read_text()

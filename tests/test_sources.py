@@ -144,6 +144,17 @@ def test_D01_tiny_imagenets_test_labels_come_from_its_text_file(tmp_path):
     with pytest.raises(UserError, match="val_2.JPEG: is missing; 1 of 4 images"): open_source("tiny_imagenet", str(tmp_path))
 
 
+@pytest.mark.parametrize("classes, printed", [([], True), ([0, 1], False)])
+def test_the_papers_accuracies_stand_beside_all_classes_and_not_beside_some(tmp_path, classes, printed):
+    tiny(tmp_path/"tiny-imagenet-200", (16, 16))
+    args = [sys.executable, "-m", "cl_nscl.run", "reproduce", "tiny_imagenet", "--preset", "smoke", "--experiment", "05_downstream", "--jobs", "1",
+            "--set", f"root={tmp_path}", "size=16", "n_train=0", "B=4", "epochs=1", "snapshots=1", "objectives=[scl, ce]", f"classes={classes}"]
+    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert ("(paper)" in (tmp_path/"results/tiny_imagenet/table1.csv").read_text()) == printed
+    assert ("the paper's value" in (tmp_path/"results/tiny_imagenet/table1_chart.json").read_text()) == printed
+
+
 @pytest.mark.parametrize("text, says", [
     ("val_0.JPEG n01 0 0\nval_1.JPEG n01 0 0\n", "val_annotations.txt, line 1: must hold class and file, separated by"), ("", "val_annotations.txt: is empty"),
     (b"val_0.JPEG\tn\xff1\n", "val_annotations.txt: cannot be read as a table"), ("val_0.JPEG\tn01\nval_0.JPEG\tn02\n", "val_0.JPEG is named twice, as n01 and as n02"),
@@ -503,6 +514,26 @@ def test_unlabelled_test_splits_are_passed_over_and_a_lone_training_split_is_div
     assert (alone.train[0].bincount().tolist(), alone.test[0].bincount().tolist()) == ([8, 8], [2, 2]) and not set(alone.train[1].tolist()) & set(alone.test[1].tolist())
     words = table(4).remove_columns("label").add_column("class", ["cat", "dog", "cat", "dog"])
     assert sources.hub_source("mine", dict(train=words, test=words)).class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize("kind", ["in memory", "save_to_disk", "parquet"])
+def test_splits_that_list_their_classes_in_another_order_agree_on_what_a_label_is(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path/"cache"))
+    splits = datasets.DatasetDict(train=table(6), test=table(4, 50, names=("yes", "no")))
+    if kind == "save_to_disk": splits.save_to_disk(str(tmp_path/"copy"))
+    if kind == "parquet":
+        (tmp_path/"copy").mkdir()
+        for s, t in splits.items(): t.to_parquet(str(tmp_path/f"copy/{s}.parquet"))
+    src = sources.hub_source("mine", dict(splits) if kind == "in memory" else sources.local_tables(tmp_path/"copy"))
+    assert (src.class_names, src.train[0].tolist(), src.test[0].tolist()) == (("no", "yes"), [0, 1] * 3, [1, 0] * 2)
+
+
+def test_a_test_split_with_a_class_of_its_own_is_refused():
+    with pytest.raises(UserError, match="class 'maybe' of the test split is none of the training split"): sources.hub_source("mine", dict(train=table(6), test=table(4, 50, names=("no", "maybe"))))
+    numbers = table(4).remove_columns("label").add_column("label", [0, 1, 5, 0])
+    with pytest.raises(UserError, match="mine: 5 in column 'label' is no class"): sources.hub_source("mine", dict(train=table(6), test=numbers))
+    words = table(4).remove_columns("label").add_column("label", ["yes", "no", "no", "no"])
+    assert sources.hub_source("mine", dict(train=table(6), test=words)).test[0].tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("column, says", [([0, None, 1, None, 0, 1], "2 of 6 rows"), (["a", "b", None, "a", "b", "a"], "1 of 6 rows"), ([0, 1, -1, 0, 1, 0], "1 of 6 rows"), ([0.0, 1.0, float("nan"), 0.0, 1.0, 1.0], "1 of 6 rows"),

@@ -1,5 +1,5 @@
 """A data set's whole study: its plan, every experiment at the smoke preset, what happens when it is interrupted or fails."""
-import json, signal, subprocess, sys, time
+import json, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 import pandas as pd, pytest
@@ -77,8 +77,26 @@ def test_loss_gap_stays_between_zero_and_its_bound(whole):
     assert claims[claims.index.str.contains("bound|negative")].gt(0).all()
 
 
+def test_nothing_is_claimed_of_a_course_that_no_snapshot_shows(tmp_path):
+    "One snapshot after the start: no growth, no fall; and the start itself, where all twins are one model, is no snapshot to fall from."
+    done = call("--experiment", "01_alignment", "06_collapse", "--set", "snapshots=1", "long=3", "seeds=2", "objectives=[cl, nscl]", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "grows" not in done.stdout and "falls" not in done.stdout and (tmp_path/"results/digits/06_collapse.json").exists()
+
+
 def test_results_are_small(whole):
     assert sum(f.stat().st_size for f in (whole[0]/"results/digits").iterdir()) < 3.5e6
+
+
+def test_the_last_notebook_shows_results_of_this_study_alone_and_no_data_set_twice(whole, tmp_path):
+    "What other parameters left in the folder is missing; a data set that is compared with itself is there once."
+    for name in ("digits", "others"): shutil.copytree(whole[0]/"results/digits", tmp_path/"results"/name)
+    done = call("--experiment", "99_paper", "--set", "seeds=2", "compare=[digits, others, nowhere]", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    claims, cka = (pd.read_csv(tmp_path/f"results/digits/{t}.csv") for t in ("paper_claims", "paper_cka"))
+    assert set(claims.dataset) == {"others"} and list(cka.columns) == ["pair", "others", "the paper, Tiny-ImageNet"]
+    text = (tmp_path/"results/digits/99_paper.ipynb").read_text()
+    assert all(f"digits: {name}" in text for name in POINTS if name != "99_paper") and "nowhere: nothing" in text and "others: nothing" not in text
 
 
 def test_second_call_executes_nothing(whole):
@@ -115,7 +133,8 @@ def test_laptop_recipes_fit_some_twenty_minutes_of_two_cores(name, core_seconds)
 
 @pytest.mark.parametrize("change, says", [
     (dict(class_counts=[2, 11]), "11 must be between 2 and 10"), (dict(B_ref=7), "must hold B_ref = 7"), (dict(class_n=5000), "n_train = 5000"),
-    (dict(experiments=["03_temprature"]), "did you mean '03_temperature'"), (dict(B=5000), "larger than the training set")])
+    (dict(experiments=["03_temprature"]), "did you mean '03_temperature'"), (dict(B=5000), "larger than the training set"),
+    (dict(steps=7), "steps = 7: must be 0")])
 def test_a_plan_that_cannot_be_is_refused(change, says):
     with pytest.raises(UserError, match=says.replace("(", r"\(")): plan(study(layered("digits", **change)))
 
