@@ -151,7 +151,7 @@ def _bad_layers(df, x, st, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #ba47e30d
+# %% ../nbs/40_plots.ipynb #3c5a0d29
 def _beside(d, x, series, names, log_x): # a column `at`: `x`, moved by some pixels according to the line
     v = np.log(d[x].astype(float)) if log_x else d[x].astype(float)
     at = v + 0.03 * ((np.ptp(v) or 1) * (d[series].map(names.index) - (len(names) - 1) / 2))
@@ -179,7 +179,7 @@ def panel(
 ) -> alt.LayerChart:
     "One panel of lines with intervals, points, and marks for what cannot be drawn."
     few = df[x].nunique() <= 12
-    ax = alt.Axis(labelExpr=_LABEL, grid=False, labelOverlap=True, **(dict(values=sorted(df[x].unique().tolist())) if few else dict(tickCount=5)))
+    ax = alt.Axis(labelExpr=f"datum.value < 100 ? format(datum.value, '.3~r') : {_LABEL}", grid=False, labelOverlap=True, **(dict(values=sorted(df[x].unique().tolist())) if few else dict(tickCount=5)))
     kind = {False: "linear", True: "log"}
     X = alt.X(f"{'at' if apart else x}:Q", title=title(x), axis=ax, scale=alt.Scale(type=kind[log_x], zero=False, nice=False, padding=8))
     Y = lambda field: alt.Y(f"{field}:Q", title=y_title, axis=alt.Axis(labelExpr="format(datum.value, '.0e')" if log_y else _LABEL, tickCount=5),

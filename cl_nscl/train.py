@@ -52,7 +52,7 @@ def progress(
     finally:
         if bar: bar.close()
 
-# %% ../nbs/48_train.ipynb #6dc0c3d7
+# %% ../nbs/48_train.ipynb #a8a65668
 @contextlib.contextmanager
 def _threads(n):
     before = torch.get_num_threads()
@@ -69,6 +69,7 @@ def train_seed(
     with _threads(s.threads), processes(device_of(s)) as device, contextlib.redirect_stdout(sys.stderr): # standard output is for the result
         runs = chosen(s, objectives)
         todo = [r for r in runs if not r.done]
+        if todo and world() > 1 and is_main() and device == "cpu": print("batch norm sees the images of all processes (torch's SyncBatchNorm is for GPUs; here GlobalBatchNorm does the same)")
         with progress(todo) as report: train_runs(runs, device, report)
     return runs
 

@@ -328,6 +328,7 @@ def test_torchrun_trains_runs_that_reproduce_finds(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [l.split()[1] for l in lines] == ["cl", "nscl"] and done.stderr.count("training cl, nscl on 2 processes: 100 %") == 1
+    assert done.stderr.count("batch norm sees the images of all processes") == 1
     assert all(json.loads((tmp_path/l.split()[2]/"done.json").read_text())["world"] == 2 for l in lines)
     found = subprocess.run([sys.executable, "-m", "cl_nscl.run", "reproduce", *settings, "--experiment", "01_alignment", "--dry-run"], cwd=tmp_path, capture_output=True, text=True)
     assert found.stdout.splitlines()[-1] == "2 runs, all of them there: nothing to train", found.stdout + found.stderr
