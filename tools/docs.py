@@ -53,7 +53,8 @@ def specs_of(folder: Path) -> list[tuple[str, dict]]:
             for svg in sorted(folder.glob("*.svg")) if svg.with_suffix(".json").exists()]
 
 
-def _plain(svg): return re.sub(r"<svg[^>]*>", "<svg>", re.sub(r'(\bid="|url\(#|href="#)[^")]+', r"\1", svg))
+def _plain(svg): # what is drawn, without ids and without the texts at the marks
+    return re.sub(r"<svg[^>]*>", "<svg>", re.sub(r' (?:role|aria-[a-z]+)="[^"]*"', "", re.sub(r'(\bid="|url\(#|href="#)[^")]+', r"\1", svg)))
 
 
 # ---------------------------------------------------------------- a chart
