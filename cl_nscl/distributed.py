@@ -6,8 +6,8 @@
 __all__ = ['world', 'rank', 'is_main', 'local_device', 'processes', 'everyone', 'agree', 'from_main', 'gather', 'share',
            'GlobalBatchNorm', 'global_batch_norm', 'replicated', 'no_sync', 'my_rows', 'gather_rows']
 
-# %% ../nbs/05_distributed.ipynb #e717c070
-import contextlib, inspect, os
+# %% ../nbs/05_distributed.ipynb #ba8effb7
+import contextlib, gc, inspect, os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -40,7 +40,7 @@ def local_device(
     if n >= have: raise UserError(f"process {n} of this machine has no GPU: there are {have}; start at most {have} processes on it (--nproc-per-node)")
     return f"cuda:{n}"
 
-# %% ../nbs/05_distributed.ipynb #ef0bd268
+# %% ../nbs/05_distributed.ipynb #8515bcc9
 @contextlib.contextmanager
 def processes(
     device: str = "cpu", # Where they compute: gloo connects CPUs, NCCL GPUs
@@ -54,7 +54,9 @@ def processes(
     if mine.startswith("cuda"): torch.cuda.set_device(mine)
     dist.init_process_group("nccl" if mine.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
     try: yield mine
-    finally: dist.destroy_process_group()
+    finally:
+        gc.collect() # a replica that outlives its group can abort the process as it ends
+        dist.destroy_process_group()
 
 # %% ../nbs/05_distributed.ipynb #26cf6096
 def everyone(

@@ -139,7 +139,7 @@ def _encodings(st, series, marked):
     return (alt.Color("label:N", scale=scale(colours), legend=legend), alt.StrokeDash("label:N", scale=scale(dashes), legend=legend),
         alt.Shape("label:N", scale=scale([_KEYS[s] for s in shapes]), legend=legend))
 
-# %% ../nbs/40_plots.ipynb #a14ee98e
+# %% ../nbs/40_plots.ipynb #1d56a186
 def _bad_layers(df, x, st, series, height):
     "The name of each value that cannot be drawn, at the edge where it left the panel."
     bad, layers = df[df.bad != ""], []
@@ -147,11 +147,11 @@ def _bad_layers(df, x, st, series, height):
     for (name, what), d in bad.groupby([series, "bad"], sort=False):
         i = lanes.index(name)
         y = 8 + 11 * i if what == "+inf" else height - 8 - 11 * i
-        layers.append(alt.Chart(d[[x, "label", "bad"]]).mark_text(fontSize=10, fontWeight="bold", color=st[name][0])
+        layers.append(alt.Chart(d[[x, "label", "bad"]]).mark_text(aria=False, fontSize=10, fontWeight="bold", color=st[name][0])
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #3c5a0d29
+# %% ../nbs/40_plots.ipynb #00df457b
 def _beside(d, x, series, names, log_x): # a column `at`: `x`, moved by some pixels according to the line
     v = np.log(d[x].astype(float)) if log_x else d[x].astype(float)
     at = v + 0.03 * ((np.ptp(v) or 1) * (d[series].map(names.index) - (len(names) - 1) / 2))
@@ -191,9 +191,9 @@ def panel(
     df = placed(df)
     base = alt.Chart(df).encode(x=X, color=colour)
     ends = base.transform_filter("isValid(datum.low)")
-    ends = (ends.mark_area(opacity=0.15) if band else ends.mark_rule(strokeWidth=1.5)).encode(y=Y("low"), y2="high:Q")
+    ends = (ends.mark_area(aria=False, opacity=0.15) if band else ends.mark_rule(aria=False, strokeWidth=1.5)).encode(y=Y("low"), y2="high:Q")
     layers = [ends] if df.low.notna().any() else []
-    if dots is not None: layers.append(alt.Chart(placed(dots)).mark_point(size=14, strokeWidth=1, opacity=0.7, xOffset=6).encode(x=X, y=Y("value"), color=colour))
+    if dots is not None: layers.append(alt.Chart(placed(dots)).mark_point(aria=False, size=14, strokeWidth=1, opacity=0.7, xOffset=6).encode(x=X, y=Y("value"), color=colour))
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
     layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
     if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
@@ -284,7 +284,7 @@ def weights_chart(
     both = pd.concat([gap, near[near["metric"] == "cka"] if "cka" in set(near["metric"]) else near])
     return trend_chart(both.assign(split=""), "epoch", f"{text}: {split} set", band=True)
 
-# %% ../nbs/40_plots.ipynb #47b9204c
+# %% ../nbs/40_plots.ipynb #37e9cb14
 def bar_chart(
     df: pd.DataFrame, # Tidy; `paper`, if present, holds the printed value of each row
     text: str, # The chart's title
@@ -307,13 +307,13 @@ def bar_chart(
         colour = alt.Color("label:N", scale=alt.Scale(domain=labels, range=[st[n][0] for n in names]), legend=None)
         tips = ["label:N", "value:Q", "low:Q", "high:Q", "n:Q", *(["paper:Q"] if paper is not None else [])]
         layers = [base.mark_bar(opacity=0.45).encode(y=alt.Y("value:Q", title=f"{title(m)}, {unit}" if unit else title(m), scale=scale), color=colour, tooltip=tips)]
-        layers.append(base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5).encode(y="low:Q", y2="high:Q"))
+        layers.append(base.transform_filter("isValid(datum.low)").mark_rule(aria=False, strokeWidth=1.5).encode(y="low:Q", y2="high:Q"))
         if single is not None:
             seeds = single[single.metric == m].assign(label=lambda d: [title(str(n)) for n in d[series]])
-            layers.append(alt.Chart(seeds).mark_point(size=14, strokeWidth=1, color="#333", xOffset=6).encode(x=alt.X("label:N", sort=labels), y="value:Q"))
-        if level: layers.append(alt.Chart(pd.DataFrame(dict(value=[level[0]]))).mark_rule(strokeDash=[4, 3]).encode(y="value:Q"))
+            layers.append(alt.Chart(seeds).mark_point(aria=False, size=14, strokeWidth=1, color="#333", xOffset=6).encode(x=alt.X("label:N", sort=labels), y="value:Q"))
+        if level: layers.append(alt.Chart(pd.DataFrame(dict(value=[level[0]]))).mark_rule(aria=False, strokeDash=[4, 3]).encode(y="value:Q"))
         if paper is not None: layers.append(base.mark_tick(color="black", thickness=2, size=34).encode(y="paper:Q"))
-        layers.append(base.transform_filter("datum.bad != ''").mark_text(dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
+        layers.append(base.transform_filter("datum.bad != ''").mark_text(aria=False, dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
         panels.append(alt.layer(*layers).properties(width=46 * len(names), height=150))
     words = "; ".join(f"{r.label} {title(r.metric)} {r.value:.3g}" for _, r in df.head(12).iterrows())
     notes = [*(["circles: single seeds"] if single is not None else []), *(["black line: the paper's value"] if paper is not None else []), *([f"dashed: {level[1]}"] if level else [])]
