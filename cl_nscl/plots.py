@@ -151,7 +151,7 @@ def _bad_layers(df, x, st, series, height):
             .encode(x=f"{x}:Q", y=alt.value(y), text="bad:N"))
     return layers
 
-# %% ../nbs/40_plots.ipynb #00df457b
+# %% ../nbs/40_plots.ipynb #df07f4ee
 def _beside(d, x, series, names, log_x): # a column `at`: `x`, moved by some pixels according to the line
     v = np.log(d[x].astype(float)) if log_x else d[x].astype(float)
     at = v + 0.03 * ((np.ptp(v) or 1) * (d[series].map(names.index) - (len(names) - 1) / 2))
@@ -195,7 +195,7 @@ def panel(
     layers = [ends] if df.low.notna().any() else []
     if dots is not None: layers.append(alt.Chart(placed(dots)).mark_point(aria=False, size=14, strokeWidth=1, opacity=0.7, xOffset=6).encode(x=X, y=Y("value"), color=colour))
     tips = ["label:N", f"{x}:Q", "value:Q", "low:Q", "high:Q", "n:Q"]
-    layers.append(base.mark_line(strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
+    layers.append(base.mark_line(aria=not marked, strokeWidth=2).encode(y=Y("value"), strokeDash=dash, tooltip=tips))
     if marked: layers.append(base.mark_point(filled=True, size=45, opacity=1).encode(y=Y("value"), shape=shape, tooltip=tips))
     layers += _bad_layers(df, x, st, series, height)
     return alt.layer(*layers).properties(width=width, height=height, title=alt.TitleParams(heading, fontSize=11, fontWeight="normal"))
@@ -284,7 +284,7 @@ def weights_chart(
     both = pd.concat([gap, near[near["metric"] == "cka"] if "cka" in set(near["metric"]) else near])
     return trend_chart(both.assign(split=""), "epoch", f"{text}: {split} set", band=True)
 
-# %% ../nbs/40_plots.ipynb #37e9cb14
+# %% ../nbs/40_plots.ipynb #c8d7777d
 def bar_chart(
     df: pd.DataFrame, # Tidy; `paper`, if present, holds the printed value of each row
     text: str, # The chart's title
@@ -312,7 +312,7 @@ def bar_chart(
             seeds = single[single.metric == m].assign(label=lambda d: [title(str(n)) for n in d[series]])
             layers.append(alt.Chart(seeds).mark_point(aria=False, size=14, strokeWidth=1, color="#333", xOffset=6).encode(x=alt.X("label:N", sort=labels), y="value:Q"))
         if level: layers.append(alt.Chart(pd.DataFrame(dict(value=[level[0]]))).mark_rule(aria=False, strokeDash=[4, 3]).encode(y="value:Q"))
-        if paper is not None: layers.append(base.mark_tick(color="black", thickness=2, size=34).encode(y="paper:Q"))
+        if paper is not None: layers.append(base.mark_tick(aria=False, color="black", thickness=2, size=34).encode(y="paper:Q"))
         layers.append(base.transform_filter("datum.bad != ''").mark_text(aria=False, dy=-6, fontWeight="bold").encode(y=alt.value(150), text="bad:N"))
         panels.append(alt.layer(*layers).properties(width=46 * len(names), height=150))
     words = "; ".join(f"{r.label} {title(r.metric)} {r.value:.3g}" for _, r in df.head(12).iterrows())
@@ -324,7 +324,7 @@ def _common(df): # a range for all panels: from 0, and not beyond what the metri
     top = min(max(v.max(), 1e-12) * 1.05, max(RANGES.get(m, (0, math.inf))[1] for m in df.metric)) if len(v) else 1
     return [min(0, v.min() if len(v) else 0), max(top, v.max() if len(v) else 0)]
 
-# %% ../nbs/40_plots.ipynb #963a2a4a
+# %% ../nbs/40_plots.ipynb #25ebf85a
 def _blocks(v, most):
     "Each value's block, named by its first and last value; single values keep their own name."
     xs = sorted(v.unique()) if pd.api.types.is_numeric_dtype(v) else list(dict.fromkeys(v))
@@ -355,8 +355,8 @@ def heat_chart(
     ink = alt.condition(f"datum.value > {mid}", alt.value("white"), alt.value("#111111"))
     fill = alt.Color("value:Q", title=title(metric), scale=alt.Scale(scheme="blues"))
     layers = [good.mark_rect().encode(fill, tooltip=["col:N", "row:N", "value:Q"])]
-    if side >= 30: layers.append(good.mark_text(fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
-    layers += [bad.mark_rect(color="#eeeeee", stroke="#D55E00"), bad.mark_text(fontSize=9, color="#D55E00").encode(text="bad:N")]
+    if side >= 30: layers.append(good.mark_text(aria=False, fontSize=11).encode(text=alt.Text("value:Q", format=".2f"), color=ink))
+    layers += [bad.mark_rect(color="#eeeeee", stroke="#D55E00"), bad.mark_text(aria=False, fontSize=9, color="#D55E00").encode(text="bad:N")]
     notes = ["each cell is the mean of its block"] if max(kx, ky) > 1 else []
     about = f"{text}. Squares of {len(xs)} by {len(ys)}, {title(metric)} from {cells.value.min():.3g} to {cells.value.max():.3g}."
     head = _head(text, df.assign(low=np.nan), [x, y], notes)
