@@ -6,7 +6,7 @@
 __all__ = ['ASK', 'minutes_of', 'Slurm', 'submit_job', 'Alive', 'job_name', 'alive', 'job_of', 'progress', 'state_of', 'Job',
            'submit', 'train_on_slurm']
 
-# %% ../nbs/49_cluster.ipynb #df9ca565
+# %% ../nbs/49_cluster.ipynb #bed9d5b4
 import dataclasses, hashlib, itertools, json, re, shutil, signal, subprocess, time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from .core import UserError, run_id, twin_key
 from .distributed import everyone, processes
-from .plan import Progress, check_failures, failed, images, looked_at, peer_gone, reason, tasks, train_task
+from .plan import GRACE, Progress, check_failures, failed, images, looked_at, peer_gone, reason, tasks, train_task
 from .store import Paused, Run, failure, holder, mark_failed, stored_run, write_atomic
 
 # %% ../nbs/49_cluster.ipynb #5b99c755
@@ -126,7 +126,7 @@ def state_of(
     if why := failure(run): return "failed", why
     return ("lost", f"{progress(run):.0%}, job {job['job']} is gone (log: {job['log']})") if job else ("to do", f"{progress(run):.0%}")
 
-# %% ../nbs/49_cluster.ipynb #1b2fcc92
+# %% ../nbs/49_cluster.ipynb #9c254925
 ASK = 8 # steps between two of the questions: an answer costs a synchronisation
 
 class Job:
@@ -151,7 +151,7 @@ class Job:
             with processes(device) as mine: train_task(self.task | dict(device=mine), gained, lambda text: print(text, flush=True))
         except Paused: requeue(signal.SIGUSR2, None)
         except Exception as e:
-            if peer_gone(e): time.sleep(5) # the process that it happened to says it first
+            if peer_gone(e): time.sleep(GRACE)
             for r in self.runs:
                 if not failure(r): mark_failed(r, f"{reason(e)} (log: {job_of(r).get('log')})")
             raise

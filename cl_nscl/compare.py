@@ -6,7 +6,7 @@
 __all__ = ['FORMATS', 'PAIR_METRICS', 'PROBE_ROWS', 'Stored', 'sliced', 'Rows', 'open_features', 'is_checkpoint',
            'open_checkpoint', 'compare', 'similarity_heat', 'add_command']
 
-# %% ../nbs/46_compare.ipynb #1d0f8ee6
+# %% ../nbs/46_compare.ipynb #550b313a
 import argparse, contextlib, io, json, math, os, sys, warnings, zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .collapse import cdnv, directional_cdnv, effective_rank, nc1
 from .core import Params, UserError, fill, generator, import_plugins, pick
-from .data import Split, draw_per_class, load_dataset, same_data
+from .data import Split, draw_per_class, load_dataset, recorded, same_data
 from .intervals import interval_ends, mean_interval, row_influences
 from .measure import load_model
 from .plan import Study, device_of
@@ -227,7 +227,7 @@ def open_features(
     beside = [next((arrays[k] for k in names if k in arrays), None) for names in (("ids",), ("y", "labels"))]
     return replace(_features(str(path), _chosen(path, arrays, key, ("h", "features"), 2), *beside), name=path.stem)
 
-# %% ../nbs/46_compare.ipynb #bf0cfd86
+# %% ../nbs/46_compare.ipynb #41e88b57
 def is_checkpoint(
     path: str | Path, # Of a file or folder
 ) -> bool:
@@ -250,11 +250,9 @@ def _run(path):
 
 def _record(run):
     "What the run says about the data that it was trained on; of runs that say nothing, what is there now."
-    try:
-        said = json.loads((run.path/"data.json").read_text())
-        return SimpleNamespace(C=len(said["classes"]), channels=said["channels"], mean=tuple(said["mean"]), std=tuple(said["std"]))
-    except OSError: return dataset_of(run.p)
-    except (ValueError, KeyError, TypeError): raise UserError(f"{run.path/'data.json'}: cannot be read as what a run says about its data; remove it") from None
+    if not (file := run.path/"data.json").exists(): return dataset_of(run.p)
+    classes, channels, mean, std = recorded(file, "classes", "channels", "mean", "std")
+    return SimpleNamespace(C=len(classes), channels=channels, mean=tuple(mean), std=tuple(std))
 
 def _own_data(run, root):
     "The data set of the run, and no other one."

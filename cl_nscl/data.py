@@ -7,7 +7,8 @@ __all__ = ['IDX_FILES', 'DEBIAN', 'PUBLISHED', 'DATASETS', 'KNOWN', 'Split', 'mi
            'fingerprint', 'MissingData', 'missing', 'draw_per_class', 'equal_counts', 'digits', 'read_idx', 'data_home',
            'find_idx', 'fashion_mnist', 'texture_letters', 'texture_images', 'textures', 'Elsewhere', 'open_source',
            'stand_in', 'resize', 'is_streamed', 'worker_count', 'check_classes', 'labelled', 'load_dataset',
-           'identical', 'data_record', 'same_data', 'epoch_order', 'batches', 'stratified_batches', 'loader']
+           'identical', 'data_record', 'recorded', 'same_data', 'epoch_order', 'batches', 'stratified_batches',
+           'loader']
 
 # %% ../nbs/01_data.ipynb #4f1dddd3
 import gzip, hashlib, importlib, inspect, json, math, os, zlib
@@ -510,17 +511,24 @@ def data_record(
                 for i, (c, n) in enumerate(zip(ds.class_ids, ds.class_names))], train=len(ds.train), test=len(ds.test), excluded=ds.excluded, identical=identical(ds),
                 channels=ds.channels, size=ds.size, streamed=isinstance(ds.train, Stream), mean=list(ds.mean), std=list(ds.std), found=ds.found)
 
-# %% ../nbs/01_data.ipynb #c19d33e4
+# %% ../nbs/01_data.ipynb #0ae49ef3
+def recorded(
+    file: Path, # What `data_record` gave when the run began, as JSON
+    *names: str, # Of its entries
+) -> list: # Their values
+    "What a run says about its data; a `UserError` if the file cannot be read."
+    try:
+        stored = json.loads(file.read_text())
+        return [stored[k] for k in names]
+    except (OSError, ValueError, KeyError, TypeError): raise UserError(f"{file}: cannot be read as what a run says about its data; remove it, or the run's folder") from None
+
 def same_data(
     file: Path, # What `data_record` gave when the run began, as JSON
     now: str, # The fingerprint of the data that are there now
 ) -> None:
     "Refuse data that are not those that a run began with."
-    try:
-        stored = json.loads(file.read_text())
-        was, seen = stored["fingerprint"], f"{stored['data']}: {stored['train']} training images, fingerprint {stored['fingerprint']}"
-    except (OSError, ValueError, KeyError, TypeError): raise UserError(f"{file}: cannot be read as what a run says about its data; remove it, or the run's folder") from None
-    if was != now: raise UserError(f"{file}: this run was trained on other data ({seen}) than are there now ({now}); "
+    was, data, n = recorded(file, "fingerprint", "data", "train")
+    if was != now: raise UserError(f"{file}: this run was trained on other data ({data}: {n} training images, fingerprint {was}) than are there now ({now}); "
                                    "give these data a name of their own (parameter data), or remove the run's folder")
 
 # %% ../nbs/01_data.ipynb #581f1269

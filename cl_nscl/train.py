@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EPILOG', 'setting', 'chosen', 'progress', 'train_seed', 'study_arguments', 'add_command', 'guarded', 'main']
 
-# %% ../nbs/48_train.ipynb #8e49f838
+# %% ../nbs/48_train.ipynb #a3e278fb
 import argparse, contextlib, dataclasses, os, sys, time
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ import torch
 from .core import UserError, parse_yaml, pick
 from .distributed import is_main, processes, world
 from .losses import OBJECTIVES
-from .plan import Failed, Progress, Study, device_of, images, layered, looked_at, out_of_memory, peer_gone, reason, study, twins_of, worker_died
+from .plan import GRACE, Failed, Progress, Study, device_of, images, layered, looked_at, out_of_memory, peer_gone, reason, study, twins_of, worker_died
 from .store import Run, stored_run, train_runs
 from .twins import Diverged
 
@@ -108,16 +108,14 @@ def add_command(
     "Add the command `train`."
     return _arguments(commands.add_parser("train", help=_train.__doc__, description=_train.__doc__[0].upper() + _train.__doc__[1:] + ".", epilog=EPILOG))
 
-# %% ../nbs/48_train.ipynb #f358c7e0
-_GRACE = 5 # seconds
-
+# %% ../nbs/48_train.ipynb #23bca71b
 def guarded(
     call: Callable[[], object], # The command
     name: str, # As a user calls it, for the message
     *failures: type[Exception], # What else is no fault of the program
 ) -> int: # Exit code: 0 done, 1 something failed, 2 a mistake of the user, 130 interrupted, 141 nobody reads on
     "Run a command; say in one line what went wrong, once for all processes, or on the process that it happened to."
-    wait = 0 if _speaks() else _GRACE
+    wait = 0 if _speaks() else GRACE
     try: call(); sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()) # for what Python flushes at the end
@@ -129,7 +127,7 @@ def guarded(
     except (OSError, Failed, Diverged, ValueError, *failures) as e: code, text = 1, e # ValueError: processes that disagree
     except (MemoryError, RuntimeError) as e:
         if not (out_of_memory(e) or worker_died(e) or peer_gone(e)): raise
-        code, text, wait = 1, reason(e), 2 * _GRACE if peer_gone(e) else wait
+        code, text, wait = 1, reason(e), 2 * GRACE if peer_gone(e) else wait
     else: return 0
     time.sleep(wait)
     who = "" if _speaks() else f", process {os.environ['RANK']}"

@@ -1,5 +1,5 @@
 """A real Slurm of one node, or of several hosts, in a temporary folder, for as long as a test needs it. Debian: slurmctld, slurmd, slurm-client, munge; root."""
-import os, shutil, socket, subprocess, threading, time
+import contextlib, os, shutil, socket, subprocess, tempfile, threading, time
 from pathlib import Path
 
 from hosts import Hosts
@@ -108,3 +108,12 @@ class Slurm:
             dead = [p for p in self.daemons if p.poll() is not None]
             if dead or time.time() > end: raise RuntimeError(f"Slurm did not start: {dead}\n" + "\n".join(f"{f.name}:\n{f.read_text()[-2000:]}" for f in sorted(self.folder.glob("*.[ol]*")) if f.is_file()))
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(**kw): # as `Slurm`; this process and those that it starts are its clients
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="slurm", dir="/var/tmp") as d, Slurm(Path(d), **kw) as s:
+        os.environ.update({k: s.env[k] for k in ("SLURM_CONF", "PATH")})
+        try: yield s
+        finally: os.environ.clear(); os.environ.update(before)

@@ -1,5 +1,5 @@
 """Studies on a real Slurm of one node, started for these tests: waiting, detaching, requeues, time limits, lost and failed jobs."""
-import dataclasses, json, os, subprocess, sys, tempfile, time
+import dataclasses, json, os, subprocess, sys, time
 from pathlib import Path
 
 import pandas as pd, pytest
@@ -25,11 +25,7 @@ OBJECTIVES["slow"] = replace(OBJECTIVES["cl"], fn=slow)
 @pytest.fixture(scope="module")
 def slurm():
     need("slurm", local_slurm.missing())
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="slurm", dir="/var/tmp") as d, local_slurm.Slurm(Path(d)) as s:
-        os.environ.update({k: s.env[k] for k in ("SLURM_CONF", "PATH")})
-        yield s
-    os.environ.clear(); os.environ.update(before)
+    with local_slurm.running() as s: yield s
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """Runs that two hosts train together: network namespaces with names and addresses of their own, under torchrun and under a real Slurm of two nodes."""
-import json, os, subprocess, sys, tempfile
+import json, os, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,7 @@ def hosts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slurm(hosts):
     need("slurm", local_slurm.missing())
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="slurm", dir="/var/tmp") as d, local_slurm.Slurm(Path(d), cpus=2, hosts=hosts) as s:
-        os.environ.update({k: s.env[k] for k in ("SLURM_CONF", "PATH")})
-        yield s
-    os.environ.clear(); os.environ.update(before)
+    with local_slurm.running(cpus=2, hosts=hosts) as s: yield s
 
 
 def ends(runs: Path): # what each run left, by its name
